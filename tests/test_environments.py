@@ -43,15 +43,6 @@ def bundled_games_and_no_class_checked(monkeypatch):
     monkeypatch.setattr(envs, "CHECKED", set(envs.CHECKED))
 
 
-@pytest.mark.parametrize("reward", [50, -1, 2.5, float("nan"), 0.5])
-def test_a_reward_that_is_no_outcome_is_refused(reward):
-    """Beyond [0, 1], not a number, or before the end."""
-    env = FakeEnv()
-    assert [env.outcome(r, done=True) for r in (0, 0.5, 1, True)] == [0.0, 0.5, 1.0, 1.0]
-    with pytest.raises(UserError, match="fake: a step earned"):
-        env.outcome(reward, done=reward != 0.5)
-
-
 @pytest.mark.filterwarnings("ignore")  # of gymnasium's checks, on the texts of ScienceWorld
 @pytest.mark.parametrize("name", EVERY)
 def test_every_environment_keeps_what_envs_promises(name, capsys):
@@ -285,7 +276,8 @@ BROKEN = {  # a class that keeps the rules: its changes and what is said of each
         (info_as(task_id=4), "info of reset has no task_id, or one that is no str"),
         (info_as(task_id="4"), "the task_id '4', in task"),
         (info_as(task=None), "info of reset has no task"),
-        (step_as(lambda self, a, o, r, *rest: (o, 0.5, *rest)), "a step earned 0.5"),
+        (step_as(lambda self, a, o, r, *rest: (o, 0.5, *rest)), "a step earned 0.5"),  # before the end
+        (step_as(lambda self, a, o, r, *rest: (o, -r, *rest)), "a step earned -1.0"),
         (step_as(lambda self, a, o, r, *rest: (o, np.float32("nan"), *rest)), "earned nan"),
         (step_as(lambda self, a, o, r, *rest: (o, None, *rest)), "TypeError: float() argument"),
         (IDLE, "yields no step"),
