@@ -22,18 +22,14 @@ CHATML = TEMPLATES["chatml"][0]
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
 MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=True))
 
-# ---------------------------------------------------------------------------------------------------- states, actions
-
 
 def test_a_state_grows_by_an_action_and_its_observation():
     env = FakeEnv()
     first = State.first(env, *env.reset(options={"task_id": "t"}))
     assert first.messages == (("user", "walk"), ("assistant", "OK"), ("user", "you stand at start"))
     later = first.then("Action: left", "Observation: you")
-    added = (("assistant", "Action: left"), ("user", "Observation: you"))
-    assert later.messages == first.messages + added and later.task == "find the purse"
-    assert later.dump()[3] == {"role": "assistant", "content": "Action: left"}
-    assert State.load(later.dump(), later.task) == later and hash(State.load(later.dump(), later.task)) == hash(later)
+    assert later.messages == (*first.messages, ("assistant", "Action: left"), ("user", "Observation: you"))
+    assert State.load(later.dump(), "find the purse") == later
 
 
 @pytest.mark.parametrize(
@@ -64,13 +60,10 @@ def test_what_react_writes_parse_action_reads(thought, action):
 
 
 def test_noise_depends_on_its_key_alone():
-    a, b = uniforms(5, 0, "task", 1), uniforms(3, 0, "task", 1)
-    assert (a[:3] == b).all() and ((a >= 0) & (a < 1)).all()
     keys = [(0, "task", 1), (1, "task", 1), (0, "task", 2), (0, "task1", 1), (0, "task", "1")]
-    assert len({uniforms(1, *key)[0] for key in keys}) == len(keys)
-
-
-# ------------------------------------------------------------------------------------------------------------- marks
+    noise = [uniforms(5, *key) for key in keys]
+    assert len({a[0] for a in noise}) == len(keys) and all(((a >= 0) & (a < 1)).all() for a in noise)
+    assert (uniforms(3, *keys[0]) == noise[0][:3]).all()
 
 
 PRICES = "a red hat, and price lower than 60.00 dollars"
@@ -99,17 +92,10 @@ def test_marks_come_off_again(text, task):
     assert MARKING.aids.unmark(mark(text, task)) == text
 
 
-# --------------------------------------------------------------------------------------------------------- templates
-
-
-def chatml(template: str = CHATML, name: str = "chatml"):
-    tokenizer = chat_tokenizer(name)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def chat_of(template: str, **rendering: object) -> Chat:
-    return Chat(chatml(template), Rendering(**rendering))
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = template
+    return Chat(tokenizer, Rendering(**rendering))
 
 
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you see a door"))).then(
@@ -139,7 +125,7 @@ def test_a_state_reads_as_the_models_own_template_writes_it(name, scheme):
 
 
 def test_a_token_that_takes_the_space_before_it_leaves_the_prompt_as_it_is():
-    tokenizer = chatml()
+    tokenizer = chat_tokenizer("chatml")
     tokenizer.add_tokens([AddedToken("[SEP]", lstrip=True)])
     chat = Chat(tokenizer, Rendering())
     assert chat.action("[SEP] a", "") == [*tokenizer("[SEP] a", add_special_tokens=False).input_ids, chat.stop_id]
@@ -152,7 +138,8 @@ def test_without_a_template_roles_are_words_and_a_prompt_begins_as_the_tokenizer
         f"User: Observation: it is shut\nAssistant: Action: push{end}"
     )
     for template in (None, TEMPLATES["llama-3"][0]):  # which has its own
-        tokenizer = chatml(template, "llama-3")
+        tokenizer = chat_tokenizer("llama-3")
+        tokenizer.chat_template = template
         bos, token = tokenizer.bos_token, tokenizer.bos_token_id
         begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, token)])
         tokenizer.backend_tokenizer.post_processor = begins
@@ -188,14 +175,11 @@ def test_an_action_comes_back_from_its_tokens(chat, action, task):
 def test_the_compact_form_by_hand():
     first = State((("user", "walk"), ("assistant", "OK"), ("user", "page one: red door")), "red door")
     state = first.then("Action: go", "page: red door or hall").then("Action: go", "page: red door or hall")
-    decoded = [MARKING.tokenizer.decode(run) for run in MARKING.message_tokens(state)]
-    assert len(decoded) == 5  # no instruction, no OK
-    assert "page one: red door<" in decoded[0]
-    assert "page:  or hall" in decoded[2]  # not the task again
-    assert "(same page)" in decoded[4] and "hall" not in decoded[4]
+    first, _, second, _, third = (MARKING.tokenizer.decode(run) for run in MARKING.message_tokens(state))
+    assert "page one: red door<" in first  # no instruction, no OK
+    assert "page:  or hall" in second  # not the task again
+    assert "(same page)" in third and "hall" not in third
 
-
-# ------------------------------------------------------------------------------- what a page or a template may contain
 
 CONTROL = sorted({token for _, named, others in TEMPLATES.values() for token in (*named.values(), *others)})
 
@@ -207,7 +191,7 @@ def test_control_tokens_in_a_message_stay_text(name, control):
     special = {i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special}
     *ids, end = chat.action(page, "")
     assert special.isdisjoint(ids) and end == chat.stop_id
-    assert chat.text(ids) == page or name in SENTENCE_PIECE  # its decoder eats spaces
+    assert chat.text(ids) == page or name in SENTENCE_PIECE  # its decoder drops spaces
     observed, other = (chat.prompt(State((("user", text),))) for text in (page, "see it"))
     assert page.replace(" ", "") in chat.tokenizer.decode(observed).replace(" ", "")
     assert [i for i in observed if i in special] == [i for i in other if i in special]  # the template's own
@@ -221,14 +205,15 @@ def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path):
     chat.save(tmp_path)
     assert Rendering.load(tmp_path).date == "2024-07-26" and CHATS["chatml"].rendering.date is None
     assert chat_of(template).rendering.date == datetime.date.today().isoformat()
-    with pytest.raises(UserError, match="another date each day"):
-        chat_of("{% set form = '%d' %}{{ strftime_now(form) }}" + CHATML)
 
 
-def test_system_messages():
+def test_system_messages_and_spaces_at_a_messages_ends():
+    spaced = State(tuple((role, f"\n{content} \n") for role, content in SYSTEM.messages))
+    for words in ("m.content", "m.content | trim", "' ' + m.content.strip() + ' '"):
+        chat = chat_of(CHATML.replace("m.content", words))
+        written = chat.tokenizer.apply_chat_template(SYSTEM.dump(), tokenize=False, add_generation_prompt=True)
+        assert chat.tokenizer.decode(chat.prompt(SYSTEM)) == chat.tokenizer.decode(chat.prompt(spaced)) == written
     chat = CHATS["chatml"]
-    written = chat.tokenizer.apply_chat_template(SYSTEM.dump(), tokenize=False, add_generation_prompt=True)
-    assert chat.tokenizer.decode(chat.prompt(SYSTEM)) == written
     assert len(chat.message_tokens(SYSTEM)) == len(chat.message_tokens(STATE))  # one list with the first user's
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     for template in (refuses + CHATML, CHATML.replace("in messages", "in messages if m.role != 'system'")):
@@ -251,14 +236,11 @@ def test_prompts_beyond_the_context():
     chat.rendering.truncate = "oldest"
     for stays, asked in ((3, state), (1, State(state.messages[2:], ""))):  # whose first message tells all of it
         lists, whole = chat.prompt_tokens(asked), chat.message_tokens(asked)
-        assert chat.is_cut(asked) and len(chat.prompt(asked)) <= 35
+        assert chat.is_cut(asked) and sum(map(len, lists)) <= 35
         assert lists == whole[:stays] + whole[stays - len(lists) :]  # instruction, task and the newest turns
         assert sum(map(len, lists + whole[stays : stays + 2])) > 35  # no more than had to go
     chat.context = 8
     assert not chat.fits(state, "")
-
-
-# -------------------------------------------------------------------------------- what a checkpoint's own files may say
 
 
 @pytest.mark.parametrize(
@@ -270,10 +252,11 @@ def test_prompts_beyond_the_context():
         "{{ messages | length }}" + CHATML,
         "{% if messages | length > 6 %}{{ raise_exception('long') }}{% endif %}" + CHATML,
         "{{ unknown.x.y }}",
+        "{% set form = '%d' %}{{ strftime_now(form) }}" + CHATML,
     ],
 )
 def test_a_template_that_writes_later_turns_otherwise_is_refused(template):
-    with pytest.raises(UserError, match=r"chat template (does not show|fails)"):
+    with pytest.raises(UserError, match=r"chat template (does not show|fails|prints another date)"):
         chat_of(template)
 
 
@@ -307,7 +290,8 @@ def test_thinking_is_off_by_the_templates_own_switch_in_all_turns(template, word
 @pytest.mark.parametrize("kind", ["special", "ordinary", "split"])
 def test_a_turn_ends_by_an_added_token_that_model_tokenizer_or_template_names(kind):
     """In a vocabulary of bytes "#" is token 2, the end that LlamaConfig names by default."""
-    tokenizer = chatml(CHATML, "none" if kind == "ordinary" else "chatml")
+    tokenizer = chat_tokenizer("none" if kind == "ordinary" else "chatml")
+    tokenizer.chat_template = CHATML
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.split_special_tokens = kind == "split"
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -350,31 +334,15 @@ def test_settings_are_read_as_they_were_saved_or_refused(tmp_path):
             Rendering.load(tmp_path)
 
 
-def test_an_answer_that_goes_on_for_the_environment_is_cut():
-    chat = CHATS["chatml"]
-    answer = "Thought: a\nAction: left\nObservation: you stand\nThought: b\nAction: right"
-    assert chat.action_in(answer) == chat.text(chat.action(answer, "")) == "Thought: a\nAction: left"
-    assert chat_of(CHATML, stop=()).action_in(answer) == answer
-
-
-@pytest.mark.parametrize("words", ["m.content | trim", "m.content.lstrip('\n')", "' ' + m.content.strip() + ' '"])
-def test_spaces_at_a_messages_ends_are_no_tokens(words):
-    chat = chat_of(CHATML.replace("m.content", words))
-    written = chat.tokenizer.apply_chat_template(SYSTEM.dump(), tokenize=False, add_generation_prompt=True)
-    spaced = State(tuple((role, f"\n{content} \n") for role, content in SYSTEM.messages))
-    assert chat.tokenizer.decode(chat.prompt(spaced)) == written
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_an_action_beyond_the_context_is_an_error(fast):
+@pytest.mark.parametrize("kind", [FastPolicy, Policy])
+def test_an_action_beyond_the_context_is_an_error(kind):
     """An action may be longer than --max-new-tokens; what is behind the context a model would read without a word."""
     chat = word_chat(max_new_tokens=5)
     chat.context = 20
-    policy = (FastPolicy if fast else Policy)(tiny_lm(chat), chat)
-    qnet = scorer(QNet(tiny_backbone(chat), chat).eval(), plain=not fast)
+    policy, qnet = kind(tiny_lm(chat), chat), scorer(QNet(tiny_backbone(chat), chat).eval(), plain=kind is Policy)
     state = State((("user", "walk find the purse"), ("assistant", "OK"), ("user", "you stand")), "")
     room = 20 - len(chat.prompt(state)) - 2  # "Action:" and the end
-    fits, beyond = ("Action: " + " ".join(["left"] * n) for n in (room, room + 1))
+    fits, beyond = "Action: " + "left " * room, "Action: " + "left " * (room + 1)
     assert room > 5 and chat.fits(state, fits) and not chat.fits(state, beyond)
     readers = [
         lambda action: policy.likelihoods([LogProb(state, (action,))]),

@@ -1,6 +1,5 @@
 """Any chat model as an agent: on a fake server that fails and lies, and answers in every style."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -17,23 +16,22 @@ from qlass.runs import meta_of
 class World(FakeEnv):
     """Two types of task, by turns."""
 
+    instruction = "walk left or right, or click[what you see]"
+
     def task_type(self, task_id: str) -> str:
         return f"type {int(task_id[-1]) % 2}"
 
 
 class Fake:
-    """A chat model that goes right, in words and counts of tokens of the test's; `script`: statuses first."""
+    """A chat model that goes right, in words and counts of tokens of the test's."""
 
     def __init__(self) -> None:
         self.text, self.details = "Thought: {seed}\nAction: right\nObservation: you win", None
-        self.seen, self.script, self.message, self.end = [], [], None, "stop"
+        self.seen, self.message, self.end = [], None, "stop"
         self.prompt = lambda words: words
         self.http = started(json_server(self.answer))
-        self.url = self.http.url
 
     def answer(self, body):
-        if self.script:
-            return self.script.pop(0), {"error": {"message": "wait"}}
         self.seen.append(body)
         words = sum(len(message["content"].split()) for message in body["messages"])
         text = self.text.format(**body)
@@ -52,8 +50,7 @@ def fake(monkeypatch):
 
 
 def played(fake, run, *flags):
-    argv = ["--run", str(run), "--server", fake.url, "--limit", "2", *flags]
-    chat_agent.main(argv)
+    chat_agent.main(["--run", str(run), "--server", fake.http.url, "--limit", "2", *flags])
     return list(read_jsonl(run / "results_first.jsonl"))
 
 
@@ -61,8 +58,8 @@ def test_it_plays_and_the_report_has_its_row(fake, tmp_path, capsys):
     first, _ = played(fake, tmp_path)
     assert (first["method"], first["player"], first["N"], first["success"]) == ("chat", "first", 1, True)
     assert [step["action"].split("\n")[1:] for step in first["steps"]] == [["Action: right"]] * 3  # up to the stop text
-    # walk OK you stand at start | 7 written, 4 kept | Observation: you stand at start right | 7 written ...
-    assert first["tokens"] == {"prompt": 6 + 6 + 7, "generated": 21, "scored": 0}
+    # 8 of the instruction, OK you stand at start | 7 written, 4 kept | Observation: you stand at start right | ...
+    assert first["tokens"] == {"prompt": 13 + 6 + 7, "generated": 21, "scored": 0}
     body = fake.seen[0]
     assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("first", 0.7, 256)
@@ -71,18 +68,14 @@ def test_it_plays_and_the_report_has_its_row(fake, tmp_path, capsys):
     report.main(["--run", str(tmp_path)])
     text = (tmp_path / "report.md").read_text()
     assert "| chat agent: first | 1.000" in text and "| chat agent: first | type 1 | 1.000" in text
-    assert (
-        "it is not known how many of 2 tasks played are also in the demonstrations of first" in capsys.readouterr().err
-    )
+    assert "not known how many of 2 tasks played are also in the demonstrations of first" in capsys.readouterr().err
 
 
 def test_demonstrations_of_the_type_come_first(fake, tmp_path):
     played(fake, tmp_path, "--examples", "2", "--split", "train")
-    of_type = {b["messages"][-1]["content"]: b["messages"] for b in fake.seen}
-    (messages,) = {json.dumps(m) for m in of_type.values() if len(m) == 15}
-    roles = [m["role"] for m in json.loads(messages)]
-    assert roles == [*["user", "assistant"] * 7, "user"]  # instruction, OK, twice three steps, the task
-    contents = [m["content"] for m in json.loads(messages)]
+    messages = next(b["messages"] for b in fake.seen if len(b["messages"]) == 15)
+    assert [m["role"] for m in messages] == [*["user", "assistant"] * 7, "user"]
+    contents = [m["content"] for m in messages]  # instruction, OK, twice three steps, the task
     assert contents[2:8] == contents[8:14] and contents[3] == "Thought: this way\nAction: right"
     with pytest.raises(UserError, match="--examples 3: there are 2 for a task such as train"):
         played(fake, tmp_path / "more", "--examples", "3", "--split", "train")
@@ -96,7 +89,7 @@ def test_no_answer_is_asked_for_twice(fake, tmp_path):
     lines = played(fake, tmp_path, *flags)
     assert len(fake.seen) == 12  # two tasks, two episodes, three steps: best-of-2 shares the first episode
     assert [(line["N"], line["select"]) for line in lines] == [(1, None)] * 2 + [(2, "oracle")] * 2
-    assert lines[2]["tokens"] == {"prompt": 6 + 2 * 13, "generated": 42, "scored": 0}  # the first page is read once
+    assert lines[2]["tokens"] == {"prompt": 13 + 2 * 13, "generated": 42, "scored": 0}  # the first page is read once
     assert played(fake, tmp_path, *flags) == lines and len(fake.seen) == 12
     assert len({b["seed"] for b in fake.seen}) == 12
     with pytest.raises(UserError, match=r"begun with --temperature 0\.7, not 0"):
@@ -105,24 +98,17 @@ def test_no_answer_is_asked_for_twice(fake, tmp_path):
     assert len(fake.seen) == 18
 
 
-def test_faults_that_pass_and_that_stay(fake, tmp_path):
-    fake.script = [429, 503]
-    assert len(played(fake, tmp_path, "--body", '{"stop": null, "max_tokens": null, "max_completion_tokens": 9}')) == 2
-    assert "stop" not in fake.seen[0] and "max_tokens" not in fake.seen[0]
-    assert fake.seen[0]["max_completion_tokens"] == 9
-    fake.script = [404]
-    with pytest.raises(UserError, match="404"):
-        played(fake, tmp_path / "2", "--in-flight", "1")
+def test_settings_of_the_body_and_usage_that_is_not_told(fake, tmp_path):
+    played(fake, tmp_path, "--body", '{"stop": null, "max_tokens": null, "max_completion_tokens": 9}')
+    assert not {"stop", "max_tokens"} & fake.seen[0].keys() and fake.seen[0]["max_completion_tokens"] == 9
     fake.prompt = lambda words: None
     with pytest.raises(UserError, match="do not tell their usage of tokens"):
-        played(fake, tmp_path / "3")
+        played(fake, tmp_path / "2")
 
 
 def test_prompts_that_do_not_grow_are_cut():
-    steps = [
-        SimpleNamespace(state=n, drawn=[chat_agent.Answer("", 4, 0.0, (), length)])
-        for n, length in enumerate((6, 16, 16))
-    ]
+    drawn = [chat_agent.Answer("", 4, 0.0, (), length) for length in (6, 16, 16)]
+    steps = [SimpleNamespace(state=n, drawn=[answer]) for n, answer in enumerate(drawn)]
     assert chat_agent.tokens_of([steps[:2]]) == {"prompt": 16, "generated": 8, "scored": 0}
     with pytest.raises(UserError, match="reads 16 tokens of a prompt, and 16 of the shorter one before"):
         chat_agent.tokens_of([steps])
@@ -133,13 +119,9 @@ def test_a_thought_is_no_action_and_costs_what_it_costs(fake, tmp_path):
     fake.details = {"reasoning_tokens": 3}
     first, _ = played(fake, tmp_path)
     assert first["success"] and {step["action"] for step in first["steps"]} == {"Action: right"}
-    assert first["tokens"] == {"prompt": 6 + 8 + 9, "generated": 9, "scored": 0}  # nothing of it counts as cached
+    assert first["tokens"] == {"prompt": 13 + 8 + 9, "generated": 9, "scored": 0}  # nothing of it counts as cached
     fake.text = "<think>Action: right"
     assert {step["action"] for step in played(fake, tmp_path / "2")[0]["steps"]} == {""}
-
-
-class Lower(FakeEnv):
-    instruction = "walk left or right, or click[what you see]"
 
 
 STYLES = {
@@ -165,14 +147,13 @@ STYLES = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_right_action_is_read_in_any_style(fake, tmp_path, monkeypatch, capsys, style):
-    monkeypatch.setattr("envs.from_arguments", lambda args, **options: Lower(**options))
+def test_the_right_action_is_read_in_any_style(fake, tmp_path, capsys, style):
     fake.message = {"content": STYLES[style].format("Right")}
     assert [line["reward"] for line in played(fake, tmp_path)] == [1.0, 1.0]
     assert "only a thought" not in capsys.readouterr().err
     for action in ("click[Low-fat (2 %) - 1. Fl. oz]", "search[a [b] c]"):
         text = STYLES[style].format(action.replace("click", "Click"))
-        assert parse_action(chat_agent.in_react_style(text, ("\nObservation:",), Lower.instruction)) == action
+        assert parse_action(chat_agent.in_react_style(text, ("\nObservation:",), World.instruction)) == action
 
 
 PLAIN = ["Thought: a. b\n\nAction: click[Size: 4.5 (US)]", "Action: Go to desk 1", "right", "I can't.\nNo.", "Action:"]
@@ -201,12 +182,3 @@ def test_an_answer_without_an_action_is_played_and_counted(fake, tmp_path, capsy
         assert {step["action"] for step in line["steps"]} == {action} and len(fake.seen) == len(line["steps"])
         assert (f"{count} answers were cut" in capsys.readouterr().err) == bool(count)
         (tmp_path / folder).unlink(missing_ok=True)
-
-
-@pytest.mark.parametrize(
-    ("message", "end"), [({"content": "", "tool_calls": []}, "tool_calls"), ({"content": None}, "stop"), ({}, "stop")]
-)
-def test_an_answer_that_is_no_text_stops_the_run(fake, tmp_path, message, end):
-    fake.message, fake.end = {"role": "assistant", **message}, end
-    with pytest.raises(UserError, match=f"gives up a reply.*{end}"):
-        played(fake, tmp_path)
