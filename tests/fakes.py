@@ -1,7 +1,4 @@
-"""Small fakes for the tests of the pipeline: a world whose tree is written out, tokenizers and models made on the spot.
-
-No fake knows the answer that a test expects of it: worlds are data of the test, models have random weights.
-"""
+"""Fakes for the tests: a world whose tree is written out, tokenizers, models with random weights, servers."""
 
 from __future__ import annotations
 
@@ -101,11 +98,8 @@ class FakeEnv(envs.TextEnv):
             yield "this way", action
 
     def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
-        def always_left() -> Iterator[tuple[str, str]]:
-            while "left" in self.valid_actions():
-                yield "to the left", "left"
-
-        return {"always left": always_left}
+        goes = iter(lambda: "left" in self.valid_actions(), False)
+        return {"always left": lambda: (("to the left", "left") for _ in goes)}
 
 
 def best(node: Any, gamma: float = 1.0) -> float:
@@ -177,29 +171,25 @@ ZEPHYR = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_tok
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 SENTENCE_PIECE = ("llama-2", "zephyr")  # whose tokenizers write a space as a part of the next word
+HEADERS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TEMPLATES: dict[str, tuple[str | None, dict[str, str], list[str]]] = {  # template, special tokens, other special ones
     "llama-2": (LLAMA_2, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, []),
     "zephyr": (ZEPHYR, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, []),
     "chatml": (CHATML, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, ["<|im_start|>"]),
     "chatml-system": (CHATML_SYSTEM, {"eos_token": "<|endoftext|>"}, ["<|im_start|>", "<|im_end|>"]),
-    "llama-3": (
-        LLAMA_3,
-        {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
-        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    ),
+    "llama-3": (LLAMA_3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}, HEADERS),
     "mistral": (MISTRAL, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, ["[INST]", "[/INST]"]),
     "none": (None, {"eos_token": "<|endoftext|>"}, []),
 }
 
 
 def chat_tokenizer(name: str) -> Any:
-    """A tokenizer of single bytes or, as of SentencePiece, of characters, with a real model's template."""
+    """Of single bytes or, as SentencePiece's, of characters, with a real model's template."""
     template, named, others = TEMPLATES[name]
     if name in SENTENCE_PIECE:
         characters = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *map(chr, range(33, 127))]
-        core = Tokenizer(
-            models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>", byte_fallback=True)
-        )
+        vocabulary = {c: i for i, c in enumerate(characters)}
+        core = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
         core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         core.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -211,8 +201,7 @@ def chat_tokenizer(name: str) -> Any:
     core.add_special_tokens([AddedToken(token, special=True) for token in others])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **named)
     tokenizer.chat_template = template
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
 
@@ -240,24 +229,20 @@ def word_chat(**rendering: Any) -> Chat:
     return Chat(tokenizer, Rendering(**{"max_new_tokens": 12, "stop": ()} | rendering))
 
 
-def tiny_config(vocabulary: int, **options: Any) -> transformers.LlamaConfig:
+def tiny_lm(chat: Chat, seed: int = 0, **options: Any) -> Any:
     """Two layers of 32 with grouped keys; weights large enough that what differs in the input differs in the output."""
-    return transformers.LlamaConfig(
-        **{"vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        **{"vocab_size": len(chat.tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
            "tie_word_embeddings": True, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": None,
            "eos_token_id": 1} | options,
     )  # fmt: skip
-
-
-def tiny_lm(chat: Chat, seed: int = 0, **options: Any) -> Any:
-    torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM(tiny_config(len(chat.tokenizer), **options)).eval()
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 def tiny_backbone(chat: Chat, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return transformers.LlamaModel(tiny_config(len(chat.tokenizer))).eval()
+    return tiny_lm(chat, seed).model
 
 
 def save_agent(folder: Path, **rendering: Any) -> Path:
@@ -297,9 +282,7 @@ def json_server(answer: Callable[[dict], tuple], models: Any = ({"id": "first"},
 
         def reply(self, status, body, headers=()):
             if not status:
-                self.connection.shutdown(socket.SHUT_RDWR)
-                self.close_connection = True
-                return
+                return self.connection.shutdown(socket.SHUT_RDWR)
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
             for name, value in dict(headers, **{"Content-Length": len(data)}).items():

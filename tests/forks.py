@@ -15,7 +15,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def run(stage: str, folder: Path, argv: list[str], env: dict[str, str]) -> None:
-    """What a fork does: a stage with these arguments, in this folder; its errors go to a file there."""
+    """In the fork. Errors go to a file in the folder."""
     from qlass.runs import run_stage
 
     os.chdir(folder)

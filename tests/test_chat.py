@@ -37,7 +37,6 @@ def test_a_state_grows_by_an_action_and_its_observation():
     [
         ("Thought: I look.\nAction:   click[Buy Now] \n", "click[Buy Now]"),  # capitals count, as in the engines
         ("Thought: no action here", "Thought: no action here"),  # goes to the environment as it is
-        ("Action:", ""),
         ("Thought: x\nAction: search[Action: movies]", "search[Action: movies]"),
         ("Thought: hm Action: left", "left"),
         ("Action: left\nbut look", "left\nbut look"),  # as in the released code
@@ -272,7 +271,6 @@ def prompting(words: str) -> str:
         (prompting("'' if reasoning_effort == 'none' else raise_exception('none or high')"), ""),
         (prompting("'<|channel>final' if reasoning_effort == 'low' else ''"), "<|channel>final"),
         (CHATML.replace("m.content", "m.content + '/nothink' * (m.role == 'user' and not enable_thinking)"), ""),
-        (CHATML + "{# <think></think> enable_thinking #}", ""),
         (prompting("'<think>\n'"), "<think>\n"),  # with no switch
     ],
 )

@@ -126,7 +126,6 @@ def test_a_thought_is_no_action_and_costs_what_it_costs(fake, tmp_path):
 
 STYLES = {
     "plain": "Thought: hm\nAction: {}",
-    "no thought": "Action: {}",
     "bold label": "**Thought:** hm\n**Action:** {}",
     "bold line": "Thought: hm\n\n**Action: {}**",
     "backticks": "Thought: hm\nAction: `{}`.",
@@ -136,7 +135,6 @@ STYLES = {
     "wide colon": "Thought：hm\nAction：{}",
     "numbered": "Thought 1: hm\nAction 1: {}",
     "heading": "### Thought\nhm\n\n### Action\n{}",
-    "full stop": "Thought: hm\nAction: {}.",
     "explained": "Thought: hm\nAction: {}. It leads there (I think).\n\nThis is why.",
     "JSON": '{{"thought": "hm", "action": "{}"}}',
     "JSON in a block": '```json\n{{"Thought": null, "Action": "{}"}}\n```',

@@ -1,15 +1,17 @@
-"""Folders of weights: which are loaded, which are refused in one line, and that what is saved can be loaded."""
+"""Folders of weights: none runs code; which are loaded, which are refused in one line; what is saved can be loaded."""
 
 import json
+import os
+import pickle
 import re
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers as hf
 from fakes import tiny_lm, word_chat
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_parity import SMALL
 
@@ -25,8 +27,7 @@ def folder_of(name: str, folder: Path, **more) -> Path:
     config = type(hf.AutoConfig.for_model(name))
     known = config().to_dict()
     config = config(**{k: v for k, v in SMALL.items() if k in known} | {"eos_token_id": 1} | more)
-    kind = hf.AutoModelForImageTextToText if name == "llama4" else hf.AutoModelForCausalLM
-    kind.from_config(config).float().save_pretrained(folder)
+    hf.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     CHAT.save(folder)
     return folder
 
@@ -45,24 +46,14 @@ def refused(path: Path, reason: str, kind=hf.AutoModelForCausalLM) -> None:
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
 
 
-TEXT = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
-TEXT |= {"intermediate_size": 64, "intermediate_size_mlp": 64, "num_local_experts": 2, "vocab_size": 200}
-VISION = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64, "image_size": 28}
-VISION |= {f"{name}_dim": 64 for name in ("vision_output", "projector_input", "projector_output")} | {
-    "intermediate_size": 256
-}
-LLAMA4 = {"text_config": TEXT, "vision_config": VISION}
 LOCAL = {"attention_types": [[["global", "local"], 2]], "num_heads": 4}
 H, LAYER = "transformer.h.0.", "model.layers.0."
 KEYS = {  # model type: more of its config, keys that may be left out, and keys that change what it computes
     "gpt2": ({}, ["h.0.attn.bias", f"{H}attn.masked_bias"], ["h.0.attn.c_attn.lora_A.weight"]),
     "gpt_neo": (LOCAL, [f"{H}attn.attention.bias", f"{H}attn.attention.masked_bias"], [f"{H}mlp.c_fc.lora_A"]),
     "gptj": ({"rotary_dim": 4}, [f"{H}attn.bias", f"{H}attn.masked_bias"], [f"{H}attn.q_proj.bias"]),
-    "gpt_bigcode": ({}, [f"{H}attn.bias", f"{H}attn.masked_bias"], [f"{H}attn.c_attn.weight_scale"]),
-    "codegen": ({"rotary_dim": 4}, [f"{H}attn.causal_mask"], [f"{H}attn.qkv_proj.bias"]),
     "falcon": ({}, [f"{H}self_attention.rotary.inv_freq"], [f"{H}mlp.dense_4h_to_h.bias"]),
     "gpt_neox": ({}, ["gpt_neox.layers.0.attention.bias"], ["gpt_neox.layers.0.attention.dense.weight_scale"]),
-    "llama4": (LLAMA4, [], [f"language_model.{LAYER}self_attn.q_proj.bias"]),
     "llama": ({}, ["v_head.summary.weight", "mtp.layers.0.mlp.up_proj.weight"], ["model.layers.4.mlp.up_proj.weight"]),
     "mistral": ({}, [f"{LAYER}self_attn.rotary_emb.inv_freq"], [f"{LAYER}self_attn.q_norm.weight"]),
     "mixtral": ({}, [], [f"base_model.model.{LAYER}self_attn.q_proj.lora_B.weight"]),
@@ -83,74 +74,88 @@ def test_a_key_without_a_place_matters_if_its_layer_is_computed(name, kind, tmp_
         refused(tmp_path, f"no place for {re.escape(key)}; ", kind)
 
 
-def test_other_weights_than_those_meant_are_refused(tmp_path, agent):
-    folder = shutil.copytree(agent, tmp_path / "sft")
-    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
-    refused(folder, "weights of two saves")
-    (folder / "model-00001-of-00001.safetensors").unlink()
-    refused(rewrite(folder, intermediate_size=128), "down_proj.weight has another size in config.json")
+def cut(file: Path, keep: int) -> None:
+    file.write_bytes(file.read_bytes()[:keep])
 
 
-# ----------------------------------------------------------------------------------------------- few bits and libraries
+@pytest.fixture
+def copy(tmp_path, agent):
+    """A checkpoint to spoil."""
+    return shutil.copytree(agent, tmp_path / "sft")
 
 
-def fp8(folder: Path) -> Path:
-    weights = load_file(folder_of("llama", folder) / "model.safetensors")
+def test_other_weights_than_those_meant_are_refused(copy, tmp_path):
+    shutil.copy(copy / "model.safetensors", copy / "model-00001-of-00001.safetensors")
+    refused(copy, "weights of two saves")
+    (copy / "model-00001-of-00001.safetensors").unlink()
+    refused(rewrite(copy, intermediate_size=128), "down_proj.weight has another size in config.json")
+    for quantised in ({"quant_method": "awq"}, {"quant_method": "bitsandbytes", "load_in_4bit": True}):
+        refused(rewrite(copy, quantization_config=quantised), "It can't be loaded")
+    for keep in (-100, 5, 0):  # weights, header, all
+        cut(copy / "model.safetensors", keep)
+        refused(copy, "no complete checkpoint?")
+    (copy / "model.safetensors").unlink()
+    refused(copy, "no file named model.safetensors")
+    cut(copy / "config.json", 20)
+    refused(copy, "not a valid JSON")
+    refused(tmp_path / "none", "")
+    for file in copy.glob("tokenizer*"):
+        file.unlink()
+    refused(copy, "no tokenizer: name a checkpoint, or copy")
+
+
+class Bomb(str):
+    """Who unpickles it makes a folder of this name."""
+
+    def __reduce__(self):
+        return os.mkdir, (str(self),)
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run(copy, tmp_path):
+    struck, weights = tmp_path / "struck", copy / "model.safetensors"
+    (copy / "pytorch_model.bin").write_bytes(pickle.dumps({"model.embed_tokens.weight": Bomb(struck)}))
+    kept = weights.rename(tmp_path / "kept")
+    refused(copy, "safetensors")
+    kept.rename(weights)
+    (copy / "evil.py").write_text(f"import os; os.mkdir({str(struck)!r})\nclass A:\n    pass\n")
+    maps = {name: "evil.A" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")}
+    rewrite(copy, model_type="evil", auto_map=maps)
+    for load in (load_policy, lambda folder: models.load_chat(folder, None)):
+        with pytest.raises(UserError, match="custom code"):
+            load(copy)
+    assert not struck.exists()
+
+
+def test_what_cannot_be_saved_is_refused_for_training(tmp_path):
+    weights = load_file(folder_of("llama", tmp_path) / "model.safetensors")
     for name in [name for name in weights if "proj" in name]:
         weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
-    return rewrite(folder, weights, quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]})
-
-
-def mxfp4(folder: Path) -> Path:
-    weights = load_file(folder_of("gpt_oss", folder) / "model.safetensors")
-    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, wide, out = weights.pop(name).shape
-        weights[f"{name}_blocks"] = torch.ones(experts, out, wide // 32, 16, dtype=torch.uint8)
-        weights[f"{name}_scales"] = torch.full((experts, out, wide // 32), 125, dtype=torch.uint8)
-    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    return rewrite(folder, weights, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left})
-
-
-@pytest.mark.parametrize("make", [fp8, mxfp4])
-def test_what_cannot_be_saved_is_refused_for_training(make, tmp_path):
-    model, _ = models.load_checkpoint(make(tmp_path), hf.AutoModelForCausalLM, plain=True)
+    rewrite(tmp_path, weights, quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]})
+    model, _ = models.load_checkpoint(tmp_path, hf.AutoModelForCausalLM, plain=True)
     with pytest.raises(UserError, match="saved in few bits"):
         models.save_memory(model)
-
-
-METHODS = {"gptq": {"bits": 4}, "awq": {}, "compressed-tensors": {"config_groups": {}, "format": "pack-quantized"}}
-METHODS |= {"bitsandbytes": {"load_in_4bit": True}, "quark": {}}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_a_library_says_is_one_line(method, tmp_path, agent):
-    folder = shutil.copytree(agent, tmp_path / "sft")
-    refused(rewrite(folder, quantization_config={"quant_method": method, **METHODS[method]}), "It can't be loaded")
 
 
 @pytest.mark.parametrize(
     ("word", "special", "sound"), [("[PAD]", True, True), ("<user>", True, False), ("z", False, False)]
 )
-def test_a_token_beyond_the_embeddings_is_refused_if_it_can_be_read(word, special, sound, tmp_path, agent):
+def test_a_token_beyond_the_embeddings_is_refused_if_it_can_be_read(word, special, sound, copy):
     """A text has no control tokens: Gemma 3's of images are beyond the embeddings of its smallest model."""
-    folder, chat = shutil.copytree(agent, tmp_path / "sft"), word_chat()
+    chat = word_chat()
     chat.tokenizer.add_tokens([f"{word}!"], special_tokens=special)
     chat.tokenizer.chat_template = chat.tokenizer.chat_template.replace(word, f"{word}!")
-    chat.save(folder)
+    chat.save(copy)
     if sound:
-        models.load_checkpoint(folder, hf.AutoModelForCausalLM)
+        models.load_checkpoint(copy, hf.AutoModelForCausalLM)
     else:
-        refused(folder, f"no embedding for the token '{word}!'")
-
-
-# ------------------------------------------------------------------------------------------------------------- adapters
+        refused(copy, f"no embedding for the token '{word}!'")
 
 
 def adapter(base: Path, folder: Path, updated: str | list = "all-linear", rows: int = 0, **options) -> torch.Tensor:
     """Save an adapter whose updates are not 0, of a base with more rows of embeddings; what it gives."""
     model = hf.AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(len(CHAT.tokenizer) + rows)
-    model = get_peft_model(model, LoraConfig(r=2, target_modules=updated, **options)).eval()
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=updated, **options)).eval()
     torch.manual_seed(0)
     for p in filter(lambda p: p.requires_grad, model.parameters()):
         torch.nn.init.normal_(p, std=0.1)
@@ -190,17 +195,27 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, agent):
 
 
 @pytest.mark.parametrize("base", ["base", "../base"])
-def test_a_relative_base_may_begin_here_or_at_the_adapter(tmp_path, agent, base, monkeypatch):
+def test_a_relative_base_may_begin_here_or_at_the_adapter(tmp_path, copy, base, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    adapter(agent, tmp_path / "lora")
-    rewrite(tmp_path / "lora", name="adapter_config.json", base_model_name_or_path=base)
-    refused(tmp_path / "lora", f"its base model {base} is not there")
-    shutil.copytree(agent, tmp_path / "base")
+    adapter(copy, tmp_path / "lora")
+    for name in (None, base):
+        rewrite(tmp_path / "lora", name="adapter_config.json", base_model_name_or_path=name)
+        refused(tmp_path / "lora", f"its base model {re.escape(name or '(none)')} is not there")
+    copy.rename(tmp_path / "base")
     assert Path(models.base_of(tmp_path / "lora")).samefile(tmp_path / "base")
+    cut(tmp_path / "lora" / "adapter_model.safetensors", -50)
+    refused(tmp_path / "lora", "no complete checkpoint?")
 
 
-@pytest.mark.parametrize("place", [".", "adapter", "lora_adapter", "a/checkpoint-5", "adapter/b"])
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+def test_a_trained_prompt_is_refused(kind, tmp_path, agent):
+    model = hf.AutoModelForCausalLM.from_pretrained(agent)
+    peft.get_peft_model(model, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).save_pretrained(tmp_path)
+    refused(tmp_path, "a trained prompt can't become weights")
+
+
+@pytest.mark.parametrize("place", [".", "adapter", "a/checkpoint-5"])
 def test_an_adapter_beside_full_weights_is_refused(tmp_path, agent, place):
     """They are loaded without it, but as its base."""
     model, chat = models.load_checkpoint(agent, hf.AutoModelForCausalLM)

@@ -42,11 +42,7 @@ def group(task: str) -> list[dict]:
     return [{"task_id": task, "n": n, "text": "é" * n} for n in range(1 + int(task[1:]))]
 
 
-def content_of(*tasks: str) -> bytes:
-    return "".join(files.dumps(line) for task in tasks for line in group(task)).encode()
-
-
-WHOLE = content_of(*TASKS)
+WHOLE = "".join(files.dumps(line) for task in TASKS for line in group(task)).encode()
 ALONE = (0, 1)
 
 
@@ -85,7 +81,7 @@ def test_stopped_at_any_byte_at_any_width_it_becomes_the_same_file(calls):
         assert path.read_bytes() == WHOLE and len(list(path.parent.glob("[!.]*"))) == 2  # it and its metadata
         assert runs.meta_of(path)["tasks"] == TASKS and grow(path) == []
         assert grow(path, tasks=[*TASKS, "t4"]) == ["t4"]  # more tasks: what is there is not done again
-        assert path.read_bytes() == WHOLE + content_of("t4")
+        assert path.read_bytes() == WHOLE + "".join(map(files.dumps, group("t4"))).encode()
 
 
 def test_a_part_that_goes_while_it_is_read_is_in_the_file(tmp_path):
@@ -181,7 +177,7 @@ def test_a_file_or_a_checkpoint_is_replaced_as_a_whole_and_a_link_stays(link, tm
         folder.symlink_to(disk / "empty")
     lines = [{"a": "✓ é\n\u2028", "b": None}, {"task_id": "007", "more": [1, 2.5]}]
     for text in ("old", "new"):
-        files.write_jsonl(file, [{"a": "old"}] if text == "old" else lines)
+        files.write_jsonl(file, lines[text == "old" :])
         with files.draft_of(files.checkpoint_folder(folder)) as draft:
             draft.mkdir()
             (draft / "config.json").write_text(text)

@@ -1,7 +1,4 @@
-"""Stages killed at any moment, several at once: the same command completes the same files.
-
-Each stage runs as a process of its own on a lake of sixteen cells; one that is killed is given the same command again.
-"""
+"""Stages killed at any moment, several at once: the same command completes the same files."""
 
 import random
 import shutil
@@ -31,8 +28,12 @@ def content(path: Path):
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read_jsonl(path)]
 
 
-def names(run: Path) -> set[str]:
-    return {path.name for path in run.glob("[!.]*")}
+def completed(folder: Path, stage: str, after: Path) -> None:
+    """The same command, in one process, ends with the files of a run that nothing disturbed."""
+    argv, name = STAGES[stage]
+    finish(start(stage, folder, argv), folder, 0)
+    assert content(folder / "run" / name) == content(after / name)
+    assert {path.name for path in folder.glob("run/[!.]*")} == {path.name for path in after.glob("[!.]*")}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def undisturbed(tmp_path_factory) -> dict[str, tuple]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_killed_stage_completes_the_same_files(stage, undisturbed, tmp_path):
     """Killed three times at random moments, wherever they strike."""
-    (argv, name), (before, after, seconds) = STAGES[stage], undisturbed[stage]
+    (argv, _), (before, after, seconds) = STAGES[stage], undisturbed[stage]
     shutil.copytree(before, tmp_path / "run")
     rng = random.Random(stage)
     for _ in range(3):
@@ -61,18 +62,16 @@ def test_a_killed_stage_completes_the_same_files(stage, undisturbed, tmp_path):
         process.join(rng.random() * seconds)
         process.kill()
         finish(process, tmp_path, 0, -signal.SIGKILL)  # and not refused
-    finish(start(stage, tmp_path, argv), tmp_path, 0)
-    assert content(tmp_path / "run" / name) == content(after / name) and names(tmp_path / "run") == names(after)
+    completed(tmp_path, stage, after)
 
 
 @pytest.mark.parametrize("stage", ["build_trees", "q_search"])
 def test_several_processes_of_any_width_make_the_same_file(stage, undisturbed, tmp_path):
     """At once, though one of them is killed: all that they did is kept, and a call by one process does the rest."""
-    (argv, name), (before, after, _) = STAGES[stage], undisturbed[stage]
+    (argv, _), (before, after, _) = STAGES[stage], undisturbed[stage]
     shutil.copytree(before, tmp_path / "run")
     started = [start(stage, tmp_path, argv, RANK=str(rank), WORLD_SIZE="3") for rank in range(3)]
     started[2].kill()
     for process, code in zip(started, (0, 0, -signal.SIGKILL), strict=True):
         finish(process, tmp_path, code)
-    finish(start(stage, tmp_path, argv), tmp_path, 0)
-    assert content(tmp_path / "run" / name) == content(after / name) and names(tmp_path / "run") == names(after)
+    completed(tmp_path, stage, after)

@@ -1,48 +1,47 @@
 """Every token once: packed trees, remembered prompts, batches and sampling against one plain sequence at a time."""
 
+import functools
 import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fakes import ACTIONS, WORLD, FakeEnv, tiny_lm, word_chat
+from fakes import ACTIONS, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import drive_in_order
 from qlass import UserError
-from qlass.batching import LogProb, Sample, Score, ask, drive
+from qlass.batching import LogProb, Sample, Score, drive
 from qlass.chat import Chat
 from qlass.fast.cache import PromptCache
 from qlass.fast.decode import FastPolicy
+from qlass.fast.score import FastQNet
 from qlass.fast.token_tree import TokenTree, batches
+from qlass.fast.tries import Trie
 from qlass.messages import State, react, uniforms
 from qlass.policy import Policy, truncated
-from train_qnet import Pair, policy_ranking
+from train_qnet import Pair, QNet, policy_ranking
 
 CHAT = word_chat(temperature=0.8)
 MODEL = tiny_lm(CHAT)
 
 
 @torch.inference_mode()
-def plain(ids: list[int]) -> np.ndarray:
+def plain(ids: list[int]) -> torch.Tensor:
     """Logits (T, V) of one sequence by itself."""
-    return MODEL(input_ids=torch.tensor([ids])).logits[0].double().numpy()
+    return MODEL(input_ids=torch.tensor([ids])).logits[0].double()
 
 
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(x).log_softmax(-1).numpy()
-
-
-def step(state: State, action: str, *path: str) -> State:
-    return state.then(react("hm", action), " ".join(("Observation: you stand at start", *path, action)))
+def step(state: State, *path: str) -> State:
+    return state.then(react("hm", path[-1]), " ".join(("Observation: you stand at start", *path)))
 
 
 FIRST = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
 LEFT, RIGHT = step(FIRST, "left"), step(FIRST, "right")
 STATES = [FIRST, FIRST.then("Thought: find", "Observation: nothing happens"), LEFT, RIGHT,
-          step(LEFT, "right", "left"), step(RIGHT, "right", "right")]  # fmt: skip
+          step(LEFT, "left", "right"), step(RIGHT, "right", "right")]  # fmt: skip
 
 
 def test_a_token_tree_by_hand():
@@ -73,25 +72,22 @@ def requests(valid: bool) -> list[Sample]:
     ]
 
 
-def in_chunks(asked: list[Sample], size: int, seed: int = 0, **settings: Any) -> list:
+def in_chunks(asked: list[Sample], size: int, seed: int = 0, **settings: Any) -> tuple[list, list]:
+    """Texts and lengths, and log-probabilities."""
     agent = FastPolicy(MODEL, CHAT, seed)
     vars(agent).update(settings)
-    return [a for start in range(0, len(asked), size) for a in agent.sample(asked[start : start + size])]
-
-
-def texts(answers: list) -> list:
-    return [[(c.text, c.tokens) for c in answer] for answer in answers]
+    answers = [a for start in range(0, len(asked), size) for a in agent.sample(asked[start : start + size])]
+    return [[(c.text, c.tokens) for c in a] for a in answers], [c.logprob for a in answers for c in a]
 
 
 def test_neither_the_batch_nor_what_else_it_holds_matters():
     asked = [r for pair in zip(requests(True), requests(False), strict=True) for r in pair]
-    one = in_chunks(asked, 1)
+    texts, logp = in_chunks(asked, 1)
     for size, settings in ((64, {}), (7, {}), (64, {"budget": 100}), (64, {"cache": PromptCache(10_000)})):
-        some = in_chunks(asked, size, **settings)
-        assert texts(some) == texts(one)
-        np.testing.assert_allclose([c.logprob for a in some for c in a], [c.logprob for a in one for c in a], atol=1e-4)
-    assert [len(a) for a in one] == [r.n for r in asked]
-    assert texts(in_chunks(asked, 64, seed=1)) != texts(one)
+        assert in_chunks(asked, size, **settings) == (texts, pytest.approx(logp, abs=1e-4))
+    assert [len(a) for a in texts] == [r.n for r in asked]
+    assert in_chunks(asked, 64, seed=1)[0] != texts
+    assert [[(c.text, c.tokens) for c in drawn] for drawn in Policy(MODEL, CHAT).sample(asked)] == texts
 
 
 def written_plainly(chat: Chat, request: Sample, k: int, seed: int) -> tuple[list[int], float]:
@@ -99,20 +95,22 @@ def written_plainly(chat: Chat, request: Sample, k: int, seed: int) -> tuple[lis
     ids, total = chat.prompt(request.state), 0.0
     start, settings = len(ids), chat.rendering
     for u in uniforms(settings.max_new_tokens, seed, *request.key, k):
-        logp = log_softmax(plain(ids)[-1] / (request.temperature or 1))
-        p = truncated(torch.from_numpy(np.exp(logp))[None], settings.top_k, settings.top_p)[0].numpy()
-        cumulative = p.cumsum()
-        token = int(np.searchsorted(cumulative, u * cumulative[-1])) if request.temperature else int(logp.argmax())
-        ids, total = [*ids, token], total + logp[token]
+        logp = (plain(ids)[-1] / (request.temperature or 1)).log_softmax(-1)
+        sums = truncated(logp.exp()[None], settings.top_k, settings.top_p)[0].cumsum(-1)
+        token = int(torch.searchsorted(sums, u * sums[-1]) if request.temperature else logp.argmax())
+        ids, total = [*ids, token], total + float(logp[token])
         if token == chat.stop_id or any(stop in chat.tokenizer.decode(ids[start:]) for stop in settings.stop):
             break
     return ids[start:], total
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 5, "top_p": 0.8}, {"stop": ("right", "purse")}])
-def test_free_sampling_equals_one_token_at_a_time(settings):
+SETTINGS = [{}, {"top_k": 5, "top_p": 0.8}, {"stop": ("right", "purse")}]
+
+
+@pytest.mark.parametrize(("kind", "settings"), [*((FastPolicy, s) for s in SETTINGS), (Policy, SETTINGS[0])])
+def test_free_sampling_equals_one_token_at_a_time(kind, settings):
     chat, asked, lengths = word_chat(**settings), requests(valid=False), set()
-    for request, answer in zip(asked, FastPolicy(MODEL, chat, 5).sample(asked), strict=True):
+    for request, answer in zip(asked, kind(MODEL, chat, 5).sample(asked), strict=True):
         for k, candidate in enumerate(answer):
             ids, logp = written_plainly(chat, request, k, 5)
             assert (candidate.text, candidate.tokens) == (chat.text(ids), len(ids))
@@ -130,7 +128,7 @@ def logprobs_by_brute_force(state: State, valid: tuple[str, ...], temperature: f
         for t, token in enumerate(ids):
             allowed = sorted({w[t] for w in whole if w[:t] == ids[:t] and len(w) > t})
             logits = plain([*CHAT.prompt(state), *ids[:t]])[-1][allowed] / temperature
-            totals[-1] += log_softmax(logits)[allowed.index(token)]
+            totals[-1] += float(logits.log_softmax(-1)[allowed.index(token)])
     return totals
 
 
@@ -154,8 +152,8 @@ def test_actions_are_drawn_as_often_as_they_are_likely_and_the_likeliest_by_the_
         assert greedy.text == ACTIONS[int(np.argmax(logprobs_by_brute_force(state, ACTIONS, 1.0)))]
         for action, logp in zip(ACTIONS, agent.logprobs([(state, a) for a in ACTIONS]), strict=True):  # as free text
             prompt, ids = CHAT.prompt(state), CHAT.action(action, state.task)
-            rows = log_softmax(plain([*prompt, *ids]))[len(prompt) - 1 : -1]
-            assert logp == pytest.approx(rows[np.arange(len(ids)), ids].sum(), abs=1e-4)
+            rows = plain([*prompt, *ids]).log_softmax(-1)[len(prompt) - 1 : -1]
+            assert logp == pytest.approx(float(rows[range(len(ids)), ids].sum()), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", [Policy, FastPolicy])
@@ -165,24 +163,14 @@ def test_logits_that_are_not_finite_are_refused(kind, number):
     model = tiny_lm(CHAT)
     with torch.no_grad():
         model.get_input_embeddings().weight[CHAT.prompt(FIRST)[1]] = number
-    agent = kind(model, CHAT)
-    for temperature, valid in itertools.product((0.0, 0.8), ((), ACTIONS)):
+    agent, pairs = kind(model, CHAT), [Pair(FIRST, ACTIONS[0], 0.0), Pair(FIRST, ACTIONS[1], 1.0)]
+    samples = [Sample(FIRST, 2, ("t",), heat, valid) for heat in (0.0, 0.8) for valid in ((), ACTIONS)]
+    readers = [functools.partial(agent.sample, [sample]) for sample in samples]
+    readers += [lambda: agent.likelihoods([LogProb(FIRST, ACTIONS)]), lambda: policy_ranking(agent, [pairs])]
+    for read in readers:
         with pytest.raises(UserError, match=r"not finite.*--precision float32") as error:
-            agent.sample([Sample(FIRST, 2, ("t",), temperature, valid)])
+            read()
         assert "--plain" not in str(error.value)
-    with pytest.raises(UserError, match="not finite"):
-        agent.likelihoods([LogProb(FIRST, ACTIONS)])
-    with pytest.raises(UserError, match="not finite"):
-        policy_ranking(agent, [[Pair(FIRST, ACTIONS[0], 0.0), Pair(FIRST, ACTIONS[1], 1.0)]])
-
-
-def test_a_request_is_rendered_as_the_checkpoint_says():
-    env = FakeEnv()
-    env.reset(options={"task_id": "train0"})
-    free, valid = (word_chat(candidates=c, temperature=0.3).rendering for c in ("free", "valid"))
-    assert ask(env, STATES[0], 2, ("k",), free) == Sample(STATES[0], 2, ("k",), 0.3, ())
-    actions = tuple(f"Action: {action}" for action in WORLD)
-    assert ask(env, STATES[0], 2, ("k",), valid, 0.0) == Sample(STATES[0], 2, ("k",), 0.0, actions)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +190,8 @@ def test_top_k_and_top_p_by_hand(settings, kept):
 
 def countdown(i: int, rounds: int):
     """An episode of so many requests, each its own number."""
-    answered = []
     for _ in range(rounds):
-        answered.append((yield i))
-    assert answered == [i] * rounds
+        assert (yield i) == i
     return i
 
 
@@ -226,15 +212,114 @@ def test_many_requests_and_lists_of_them_are_answered_in_one_call():
         one = yield i
         if i % 2:
             yield Score(STATES[0], (f"a{i}",))
-        two = yield [10 * i, 10 * i + 1]
-        return one, two
+        return one, (yield [10 * i, 10 * i + 1])
 
     calls = []
-
-    def double(asked):
-        calls.append(asked)
-        return [2 * n for n in asked]
-
-    answers = {int: double, Score: lambda asked: calls.append(len(asked)) or asked}
+    answers = {
+        int: lambda asked: calls.append(asked) or [2 * n for n in asked],
+        Score: lambda asked: calls.append(len(asked)) or asked,
+    }
     assert sorted(drive(map(episode, range(3)), answers, 3)) == [(2 * i, [20 * i, 20 * i + 2]) for i in range(3)]
     assert calls == [[0, 1, 2], [0, 1, 20, 21], 1, [10, 11]]  # the most frequent kind first
+
+
+WORDS = "you stand at start left right walk find the purse hm this way nothing happens".split()  # noqa: SIM905
+
+
+def episodes(n: int, turns: int) -> list[State]:
+    """The states of n episodes, each with words of its own from the first observation on."""
+    rng, states = np.random.default_rng(0), []
+    for i in range(n * turns):
+        action, *words = rng.choice(WORDS, 12)
+        first = State((("user", "walk"), ("assistant", "OK"), ("user", " ".join(words))))
+        states.append(states[-1].then(f"Action: {action}", " ".join(words)) if i % turns else first)
+    return states
+
+
+def read(cache: PromptCache, states: list[State], actions: tuple[str, ...] = (), budget: int = 1 << 14) -> int:
+    """Tokens that went through the model for these states; what it gives is checked against plain sequences."""
+    cost = 0
+
+    def forward(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
+        nonlocal cost
+        cost += inputs["input_ids"].numel()
+        return MODEL(**inputs, logits_to_keep=columns).logits
+
+    prompts = [CHAT.message_tokens(state) for state in states]
+    tails = [CHAT.action(action, "") for action in actions]
+    finished = []
+    with torch.inference_mode():
+        for i, outputs, last, paths in cache.read(forward, MODEL, budget, prompts, [tails] * len(states)):
+            finished.append(i)
+            prompt = CHAT.prompt(states[i])
+            for path, tail in zip([[last], *paths], [[], *tails], strict=True):
+                expected = plain(prompt + tail)[len(prompt) - (not tail) :]
+                torch.testing.assert_close(outputs[path].double(), expected, atol=1e-5, rtol=1e-4)
+    assert sorted(finished) == list(range(len(states)))
+    return cost
+
+
+@pytest.mark.parametrize("room", [1 << 30, 20_000, 0])
+@pytest.mark.parametrize("budget", [10_000, 150, 1])
+def test_outputs_behind_remembered_prompts_are_those_of_plain_sequences(room, budget):
+    cache = PromptCache(room)
+    states = episodes(4, 3)
+    order = np.random.default_rng(0).permutation(len(states) * 3) % len(states)  # each three times, children first too
+    for some in np.array_split(order, 6):
+        read(cache, [states[i] for i in some], ACTIONS, budget)
+        assert cache.used <= room
+        assert cache.used == sum(entry.tensor.nbytes for entry in cache._entries.values())
+    assert (cache.used == 0) == (room == 0)
+
+
+def test_a_step_costs_its_last_turn_and_the_actions():
+    second = FIRST.then("Action: left", "Observation: you stand")
+    third = second.then("Action: left", "Observation: nothing happens")
+    trie = TokenTree()
+    for action in ACTIONS:
+        trie.add(CHAT.action(action, ""))
+    cache = PromptCache()
+    costs = [read(cache, [state], ACTIONS) - len(trie) for state in (FIRST, second, third, third)]
+    # "Action: left <end>" and "<user> Observation: you stand <agent>", then "... nothing happens ..."
+    assert costs == [len(CHAT.prompt(FIRST)), 3 + 5, 3 + 5, 3 + 5]  # the last turn is always fresh
+
+
+def family(depth: int, width: int) -> list[State]:
+    """All states of a tree of this depth, in no order."""
+    states = level = episodes(1, 1)
+    for _ in range(depth):
+        level = [s.then(f"Action: {WORDS[k]}", " ".join(WORDS[k:])) for s in level for k in range(width)]
+        states = states + level
+    return [states[i] for i in np.random.default_rng(0).permutation(len(states))]
+
+
+@pytest.mark.parametrize("row", [2048, 60])
+def test_a_tree_costs_its_unique_tokens(row, monkeypatch):
+    """In one row, or in several, where what did not fit in follows behind what has been read."""
+    monkeypatch.setattr(PromptCache, "ROW", row)
+    pairs = [(s, a) for s in family(3, 3) for a in ("Action: left", "Action: left right")]
+    tree = TokenTree()
+    for s, a in pairs:
+        tree.add([*CHAT.prompt(s), *CHAT.action(a, "")])
+    policy, net = FastPolicy(MODEL, CHAT), FastQNet(QNet(MODEL.model, CHAT))
+    policy.logprobs(pairs)
+    net.score([Score(s, (a,)) for s, a in pairs])
+    assert policy.computed <= (1 if row > len(tree) else 1.9) * len(tree)
+    assert net.cache.computed == policy.computed
+    monkeypatch.undo()
+    assert policy.logprobs(pairs) == pytest.approx(FastPolicy(MODEL, CHAT).logprobs(pairs), abs=1e-4)
+
+
+def test_a_trie_is_read_down_to_its_last_branching():
+    trie = Trie([[1, 2, 3, 9], [1, 2, 4, 5, 9], [1, 6, 7, 9]])
+    assert trie.tails == [[1, 2], [1, 2], [1]]
+    assert trie.branches == [(0, 1, 2), (0, 2, 3), (1, 2, 4), (2, 1, 6)]
+    scores = np.log([0.3, 0.2, 0.8, 0.7])
+    assert np.exp(trie.logprobs(scores)) == pytest.approx([0.3 * 0.2, 0.3 * 0.8, 0.7])
+    assert Trie([[1, 2]]).branches == [] and Trie([[1, 2]]).tails == [[]]
+    assert np.exp(Trie([[1, 9], [1, 9], [2, 9]]).logprobs(np.log([0.5, 0.5]))) == pytest.approx([0.5, 0.5, 0.5])
+    policy = FastPolicy(MODEL, CHAT)
+    policy.sample([Sample(FIRST, 3, ("t",), 1.0, ("Action: left",))])
+    assert policy.computed == 0  # there is nothing to choose
+    policy.sample([Sample(FIRST, 3, ("t",), 1.0, ("Action: left left left", "Action: right walk"))])
+    assert policy.computed == len(CHAT.prompt(FIRST)) + 1  # "Action:", behind which they part
