@@ -7,9 +7,10 @@ import shutil
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, training_settings, word_chat
+from fakes import FakeEnv, dump, tiny_lm, training_settings, word_chat
 
 import q_search
 import sft
@@ -47,19 +48,8 @@ def test_the_targets_by_hand(w):
     answered = [(end, whole.ids[i], w) for end, places in answers for i in places] + [(21, 7, w)]
     assert sorted(whole.targets) == sorted([*own.values(), *(answered if w else [])])
     assert whole.weight == 10 + 10 * w
-    (all_of_it,), (short,) = (list(sft.examples_of(CHAT, shown(STATE), limit)) for limit in (100, 9))
-    assert all_of_it == example(CHAT, STATE) and short.ids == whole.ids[:9]
-    assert short.targets == [own[3], own[4]]
-
-
-def test_what_the_agent_writes_in_llama_2s_template():
-    chat = Chat(chat_tokenizer("llama-2"), Rendering())
-    whole = example(chat, STATE, 1000)
-    written = [token for _, token, _ in whole.targets]
-    assert chat.tokenizer.decode(written) == "OK </s> Thought: hm Action: left </s> Action: right </s>"
-    read = [token for i, token in enumerate(whole.ids) if i - 1 not in [at for at, *_ in whole.targets]]
-    turns = ["walk", "you stand", "Observation: nothing happens"]
-    assert chat.tokenizer.decode(read) == "".join(f"<s> [INST] {turn} [/INST]" for turn in turns)
+    (short,) = sft.examples_of(CHAT, shown(STATE), 9)
+    assert (short.ids, short.targets) == (whole.ids[:9], [own[3], own[4]])
 
 
 def test_the_loss_by_hand():
@@ -83,19 +73,6 @@ def test_the_loss_by_hand():
     assert loss(both, [(2, 1, 1.0)]) == pytest.approx(by_hand + math.log(1 + math.exp(-5)))
 
 
-def test_an_agent_learns_to_predict_what_will_answer_its_action():
-    begun = STATE.messages[:3]
-    answers = {"left": "stand", "right": "nothing"}
-    turns = [(("assistant", f"Action: {move}"), ("user", word), ("assistant", "OK")) for move, word in answers.items()]
-    model = tiny_lm(CHAT)
-    trained(model, CHAT, [State((*begun, *turn)) for turn in turns] * 4, epochs=30, answer_weight=1.0)
-    stand, nothing = CHAT.tokenizer.convert_tokens_to_ids(["stand", "nothing"])
-    for move, sign in (("left", 1), ("right", -1)):
-        ids = [*CHAT.prompt(State(begun)), *CHAT.action(f"Action: {move}", "")]
-        logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
-        assert sign * (logits[stand] - logits[nothing]) > 1
-
-
 def test_the_learning_rate_rises_and_falls():
     rate = [cosine(step, 100) for step in range(100)]
     assert rate[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])  # 3 % of the steps
@@ -113,33 +90,18 @@ def shown(*states: State) -> list[Demonstration]:
     return [Demonstration(None, state) for state in states]
 
 
-def trained(model, chat: Chat, states: list[State], answer_weight: float = 0.0, **more) -> dict:
-    """Train a model on trajectories: the figures."""
-    args = training_settings(lr=1e-2, **{"micro_tokens": 1000, "epochs": 2, **more})
-    return sft.train(model, list(sft.examples_of(chat, shown(*states), 100, answer_weight)), [], args)
-
-
 def others(n: int) -> list[State]:
     words = ["left", "right", "walk", "find", "purse"]
     return [State((*STATE.messages[:3], ("assistant", "Action: " + " ".join(words[: 1 + i % 5])))) for i in range(n)]
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch():
-    whole, parts = tiny_lm(CHAT), tiny_lm(CHAT)
-    one, two = trained(whole, CHAT, others(7)), trained(parts, CHAT, others(7), micro_tokens=1)
-    assert one["steps"] == two["steps"] == 4  # 7 trajectories in batches of 4, twice
-    assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
-    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(p, q, atol=1e-4, rtol=1e-4)
-
-
 def test_four_trajectories_are_learned_by_heart():
-    model = tiny_lm(CHAT)
-    figures = trained(model, CHAT, others(4), epochs=80)
+    model, args = tiny_lm(CHAT), training_settings(lr=1e-2, micro_tokens=40, epochs=80)
+    figures = sft.train(model, list(sft.examples_of(CHAT, shown(*others(4)), 100)), [], args)
     assert figures["loss"] < math.log(4) / 2  # four answers to one question: log 4 over the tokens of an action
     agent = Policy(model, CHAT)
     likely = agent.logprobs([(State(s.messages[:-1]), s.messages[-1][1]) for s in others(4)])
-    assert all(abs(math.exp(p) - 1 / 4) < 0.1 for p in likely)
+    assert np.exp(likely) == pytest.approx([1 / 4] * 4, abs=0.1)
 
 
 def test_every_twentieth_task_is_held_out():
@@ -174,7 +136,6 @@ def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     foretold = [(len(other.ids) - 1, token, 0.5) for token in last.ids[:5]]
     answered = sft.Example(other.ids, other.targets + foretold)
     assert list(sft.examples_of(chat, shown(STATE), 100, 0.5)) == [answered, last]
-    assert trained(tiny_lm(chat), chat, [STATE], batch=1, epochs=1)["steps"] == 2
 
 
 ETO = {
@@ -198,13 +159,9 @@ def test_expert_files_in_all_layouts_are_put_in_the_environments_words(tmp_path,
 
 def test_a_demonstration_ends_with_the_experts_last_action():
     record = sft.demonstrate(FakeEnv(), "train0")
-    contents = [m["content"] for m in record["messages"]]
-    assert contents == [
-        "walk", "OK", "you stand at start",
-        "Thought: this way\nAction: right", "Observation: you stand at start right",
-        "Thought: this way\nAction: right", "Observation: you stand at start right right",
-        "Thought: this way\nAction: right",
-    ]  # fmt: skip
+    right, seen = "Thought: this way\nAction: right", "Observation: you stand at start right"
+    contents = ["walk", "OK", "you stand at start", right, seen, right, f"{seen} right", right]
+    assert [m["content"] for m in record["messages"]] == contents
     about = {"reward": 1.0, "task": "find the purse", "env": "fake", "task_id": "train0"}
     assert record == about | {"messages": record["messages"]}
 
@@ -278,8 +235,7 @@ def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):
 def test_what_a_training_starts_from_is_not_overwritten(tmp_path, agent, fake_world):
     model = shutil.copytree(agent, tmp_path / "model")
     with pytest.raises(UserError, match="name another --out"):  # told before anything is played or trained
-        sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--model", str(model), "--out", str(model),
-                  "--overwrite"])  # fmt: skip
+        sft.main(["--run", str(tmp_path), "--model", str(model), "--out", str(model), "--overwrite"])
     assert [path.name for path in tmp_path.iterdir()] == ["model"] and (model / "model.safetensors").exists()
 
 
