@@ -28,13 +28,3 @@ def test_stages_run_from_a_wheel(tmp_path):
     run("-m", "report", "--run", "runs/frozenlake")
     assert (tmp_path / "runs" / "frozenlake" / "report.html").stat().st_size > 10_000
     run("-c", "import gymnasium; gymnasium.make('envs:qlass/FrozenLake-v0').reset()")
-
-
-def test_an_envs_of_ones_own_is_named(tmp_path):
-    (tmp_path / "envs").mkdir()
-    (tmp_path / "envs" / "__init__.py").touch()
-    command = [sys.executable, "-m", "experiments.compare", "--help"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "hides our module envs" in done.stderr and "Traceback" not in done.stderr
