@@ -90,12 +90,6 @@ def test_blocks_are_sampled_not_their_tasks():
     assert (estimate.mean, estimate.low, estimate.high) == pytest.approx((0.5, 0.25, 0.75))
 
 
-def test_seeds_of_a_player_that_no_training_changes_are_one():
-    once = {(task, 0): float(task % 3 == 0) for task in range(30)}
-    thrice = {(task, seed): value for (task, _), value in once.items() for seed in range(3)}
-    assert interval(series(thrice)) == interval(series(once))
-
-
 def test_a_seed_that_lacks_a_task_takes_the_task_out_of_the_interval_not_the_seeds():
     values = {(task, seed): 0.1 * task + seed + 0.2 * (task == seed) for task in range(4) for seed in range(3)}
     without = {key: value for key, value in values.items() if key != (3, 1)}
