@@ -46,7 +46,6 @@ def test_kept_are_new_distinct_and_good():
     lines += [line("", 1.0), line("<think>Action: a, but", 1.0)]  # which no agent is cloned from
     chosen = kept(lines, 0.8, [line("known", 1.0)])
     assert [c["messages"][1]["content"] for c in chosen] == ["a", "b"]
-    assert set(chosen[0]) == {"task_id", "env", "task", "messages", "reward", "source"}
     assert chosen[0]["source"] == "policy" and "source" not in line("known", 1.0)  # so it is no tree's demonstration
 
 
@@ -66,7 +65,7 @@ def test_trajectories_are_whole_chats_with_their_reward():
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
     """A run folder with an SFT checkpoint of two demonstrations, models by script; it returns what sft.main got."""
-    policy = Script({}, "right left")
+    policy, messages = Script({}, "right left"), State((("user", "walk"), ("assistant", "OK"))).dump()
 
     class Model:
         chat = word_chat()
@@ -87,14 +86,13 @@ def stage(tmp_path, monkeypatch):
         self_train.main(["--run", str(tmp_path), "--threshold", "0", *argv])
         return start.calls[-1]
 
-    messages = [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "OK"}]
-    expert = tmp_path / "expert.jsonl"
-    expert.write_text(dump([{"messages": messages, "task": "", "reward": 1, "task_id": f"mine{i}"} for i in range(3)]))
-    (tmp_path / "sft").mkdir()
-    (tmp_path / "qnet").mkdir()
-    start.record = {"model": "tiny", "n_expert": 2, "epochs": 7, "batch": 3, "precision": "float32"}
+    expert = [{"messages": messages, "task": "", "reward": 1, "task_id": f"mine{i}"} for i in range(3)]
+    (tmp_path / "expert.jsonl").write_text(dump(expert))
+    for name in ("sft", "qnet"):
+        (tmp_path / name).mkdir()
+    recipe = {"model": "tiny", "n_expert": 2, "epochs": 7, "batch": 3, "precision": "float32"}
     argv = ["--lr", "0.5", "--patience", "5", "--max-tokens", "99", "--micro-tokens", "11", "--overwrite"]
-    meta = {"recipe": start.record, "inputs": {"expert": "expert.jsonl"}, "argv": argv}
+    meta = {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}, "argv": argv}
     (tmp_path / "sft.meta.json").write_text(json.dumps(meta))
     monkeypatch.setattr(envs, "from_arguments", lambda args: FakeEnv())
     monkeypatch.setattr(self_train, "load_agent", lambda args, env: load(args.sft, args))
