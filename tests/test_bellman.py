@@ -94,6 +94,13 @@ def test_all_targets_equal_brute_force(tree, gamma):
     assert branch[0] == min(branch[1:])  # no branch made the root, and every tree here has one
 
 
+@given(grown_trees(), st.permutations(range(25)))
+def test_the_names_of_the_nodes_do_not_matter(tree, names):
+    renamed = [n | {"node_id": names[n["node_id"]], "parent_id": names[n["parent_id"] or 0]} for n in tree]
+    renamed[0]["parent_id"] = None
+    assert bellman.q_values(renamed, 0.9) == bellman.q_values(tree, 0.9)
+
+
 @pytest.fixture
 def label(tmp_path):
     """The command: these trees, to a file of that name; returns its lines."""
