@@ -143,6 +143,9 @@ def test_the_command_keeps_every_line_and_adds_q_and_replaces_its_own_labels_alo
     assert len(label([*tree_by_hand(), *flat, *more], "--gamma", "0.5")) == 15
     with pytest.raises(UserError, match=r"begun with --gamma 0\.5, not 0\.9"):
         label(flat)
+    label(flat, out="b/labels.jsonl")
+    with pytest.raises(UserError, match="which has changed or is another"):  # of another run: none may be lost
+        label(more, out="b/labels.jsonl")
 
 
 def test_the_standard_library_and_filelock_are_enough(tmp_path):

@@ -153,8 +153,8 @@ def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_
     recorded = [({}, 0), ({"train0": 1.0}, 0), ({"train0": 0.5}, 1), ({start: 0.5}, 1), ({"another": 0.5}, 0)]
     for rewards, failed in recorded:
         demonstrations = {key: shown("Action: right", reward=reward) for key, reward in rewards.items()}
-        assert build_trees.metrics(demonstrated, demonstrations)["failed_demonstrations"] == failed
-    assert build_trees.metrics(records("Action: east"), {})["failed_demonstrations"] == 1  # it earned nothing
+        assert published.failures(demonstrated, demonstrations)["failed_demonstrations"] == failed
+    assert published.failures(records("Action: east"), {})["failed_demonstrations"] == 1  # it earned nothing
 
 
 def test_an_expert_who_gives_up_leaves_an_open_leaf(monkeypatch):

@@ -13,6 +13,7 @@ import bellman
 import build_trees
 import envs
 import q_search
+import train_qnet
 from environments import fingerprint
 from qlass import UserError, runs
 from qlass.published import cloned_from
@@ -48,7 +49,10 @@ def test_a_run_keeps_its_environment(tmp_path, capsys):
     assert warning.endswith("not of --env frozenlake --env-option map=4x4 --env-option stray=0")
 
 
-@pytest.mark.parametrize(("name", "stage"), [("sft", build_trees), ("trees", bellman)])
+STARTS = [("sft", build_trees), ("trees", bellman), ("labels", train_qnet), ("qnet", q_search)]
+
+
+@pytest.mark.parametrize(("name", "stage"), STARTS)
 def test_a_new_run_has_the_environment_of_what_it_starts_from(name, stage, tmp_path, capsys, monkeypatch):
     """Also if that is not in its run's folder."""
     monkeypatch.chdir(tmp_path)

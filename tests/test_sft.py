@@ -216,6 +216,18 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
 
 
+def test_a_first_action_in_other_words_is_no_agreement():
+    acts = [
+        ("user", "Play. You see x."),
+        ("assistant", "Thought: I look.\nlook"),
+        ("user", "y"),
+        ("assistant", "Action: go"),
+    ]
+    assert len(Demonstration(None, State(tuple(acts))).actions) == 2
+    acts[1] = ("assistant", "I will do my best.")
+    assert Demonstration(None, State(tuple(acts))).actions == ["Action: go"]
+
+
 def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):
     turns = ETO["conversations"]
     at_once = {"conversations": [turns[0], turns[3], turns[2], turns[3]]}  # no OK
