@@ -61,7 +61,7 @@ class Node:
     action: str | None = None
     reward: float = 0.0
     done: bool = False
-    cut: float | None = None  # its reward, if the agent's step limit ended an episode here
+    cut: float | None = None  # the agent's reward, if its limit ended an episode the expert goes on
     source: str = "root"  # who acted first: "policy" or "expert"
     branch: int = 0  # number of the trajectory that created the node
     expert: bool = False  # the demonstration passes here
@@ -164,16 +164,30 @@ class Explorer:
         node = root
         branch = [root]
         for action in actions or expert:
-            if node.cut is not None:  # the demonstration goes on where the agent had to stop
-                node.reward, node.done = 0.0, False
+            if node.done and not self.was_cut(node):
+                break
             node = self.step(node, action, "expert")
             node.expert = True
             self.env.restore(node.snapshot)
             branch.append(node)
-            if node.done and node.cut is None:
+            if node.done and not self.at_limit(node):
                 break
         self.env.max_steps = limit
         return branch
+
+    def at_limit(self, node: Node) -> bool:
+        return node.source == "policy" and node.depth == self.max_steps
+
+    def was_cut(self, node: Node) -> bool:
+        """Whether the demonstration goes on where the limit ended the agent's episode; then the
+        episode does, too."""
+        assert node.parent and node.action
+        self.env.restore(node.parent.snapshot)
+        *_, done = node.parent.state.act(self.env, node.action)  # without the limit
+        if not done:
+            node.cut, node.reward, node.done = node.reward, 0.0, False
+            node.snapshot = self.env.snapshot()
+        return not done
 
     def step(self, node: Node, action: str, source: str) -> Node:
         """The child that an action leads to. The environment must stand at the node."""
@@ -184,9 +198,8 @@ class Explorer:
         snapshot, depth = self.env.snapshot(), node.depth + 1
         child = Node(state, state.observation, snapshot, depth, node, action, reward, done)
         child.source, child.branch = source, self.branches
-        if source == "policy" and child.depth == self.max_steps and not child.done:
-            child.done = True
-            child.reward = child.cut = self.env.outcome(self.env.reward_if_cut(), done=True)
+        if self.at_limit(child) and not child.done:
+            child.reward, child.done = self.env.outcome(self.env.reward_if_cut(), done=True), True
         node.children[key] = child
         return child
 
@@ -208,7 +221,7 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     for i, node in enumerate(nodes):
         record = {"task_id": task_id, "node_id": i, "parent_id": number.get(node.parent)}
         records.append(record | {name: getattr(node, name) for name in SAVED})
-        if node.cut is not None and not node.done:  # a leaf of the agent's, which the expert passed
+        if node.cut is not None:
             records[-1]["cut"] = node.cut
     records[0] |= {"env": env.name, "task": root.state.task}
     records[0] |= {"messages": root.state.dump(), "nodes": len(nodes)}

@@ -109,9 +109,10 @@ def test_a_demonstration_goes_on_where_the_agent_was_cut(steps, source):
     assert nodes[(*RR, "right")] == (1.0, source, 2 if source == "expert" else 1)
 
 
-def test_a_demonstration_longer_than_an_episode_keeps_its_reward():
+@pytest.mark.parametrize("second", ["left", "right"])  # right: the environment's limit ended the agent's episode there
+def test_a_demonstration_longer_than_an_episode_keeps_its_reward(second):
     long = {"train0": shown(*["Action: right"] * 3)}
-    nodes, _, root, env = grow(Script({R: "left"}, "right"), 2, 2, 4, expert=long, max_steps=2)
+    nodes, _, root, env = grow(Script({R: second}, "right"), 2, 2, 4, expert=long, max_steps=2)
     assert nodes[(*RR, "right")][:2] == (1.0, "expert") and env.max_steps == 2
     assert max(node.depth for node in root.subtree() if node.source == "policy") == 2
 
