@@ -179,8 +179,7 @@ class Explorer:
         return node.source == "policy" and node.depth == self.max_steps
 
     def was_cut(self, node: Node) -> bool:
-        """Whether the demonstration goes on where the limit ended the agent's episode; then the
-        episode does, too."""
+        """Whether the limit ended the agent's episode: it goes on with the demonstration."""
         assert node.parent and node.action
         self.env.restore(node.parent.snapshot)
         *_, done = node.parent.state.act(self.env, node.action)  # without the limit

@@ -98,15 +98,13 @@ class QNet(nn.Module):
         self.backbone.save_pretrained(folder)
         self.chat.save(folder)
         save_file(self.head.state_dict(), folder / "head.safetensors")
-        settings = {"hidden": self.head[0].out_features, "readout": "last"}
+        settings = {"hidden": self.head[0].out_features}
         (folder / "qnet.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **how: Any) -> QNet:
         """how: of `load_checkpoint`."""
         settings = files.read_object(Path(folder) / "qnet.json")  # which an agent's folder lacks
-        if settings["readout"] != "last":
-            raise UserError(f"{folder}: its Q is the mean of the action's values, not the last one")
         backbone, chat = models.load_checkpoint(folder, AutoModel, **how)
         qnet = cls(backbone, chat, settings["hidden"])
         head = Path(folder) / "head.safetensors"

@@ -51,8 +51,7 @@ def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argpa
     run's is refused, but a `search` only warns of it.
     """
     first, _ = parser.parse_known_args(argv)
-    named = map(vars(first).get, ("sft", "trees", "labels", "qnet"))
-    source = next(filter(None, named), None)
+    source = next(filter(None, map(vars(first).get, ("sft", "trees", "labels", "qnet"))), None)
     home = made_in(source.absolute()) if source else {}
     env = first.env or home.get("env", "webshop")
     run = first.run or Path("runs") / env.rpartition(":")[2].lower()
