@@ -56,7 +56,7 @@ def average_rewards(tree: list[dict], gamma: float) -> list[float]:
 
 
 def branch_rewards(tree: list[dict], gamma: float) -> list[float]:
-    """The final reward of the branch that made the node; 0 if no episode ended (a short demonstration)."""
+    """The final reward of the branch that made the node; 0 if the demonstration stops early."""
     ends = [node for node in tree if node["done"] or "cut" in node]
     final = {node["branch"]: node.get("cut", node["reward"]) for node in ends}
     rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]

@@ -47,8 +47,8 @@ PACKAGES = ("torch", "transformers", "numpy", "gymnasium", "scienceworld", "text
 def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argparse.Namespace:
     """The flags of a stage; those of SHARED that are left out are the run's.
 
-    A new run has those of the run that made --sft, --trees, --labels or --qnet. Another environment than the
-    run's is refused, but a `search` only warns of it.
+    A new run has those of the run that made --sft, --trees, --labels or --qnet. Another environment
+    than the run's is refused, but a `search` only warns of it.
     """
     first, _ = parser.parse_known_args(argv)
     source = next(filter(None, map(vars(first).get, ("sft", "trees", "labels", "qnet"))), None)
