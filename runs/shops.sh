@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # WebShop in shops of their own, each with a catalogue, an agent, trees, QNets and 400 test tasks: the demo's settings, and
 # beside them QNets by Eq. 11 and by the last token alone, and agents of the same data. The comparisons are planned in
-# runs/reference_output/plans.csv. Seeds 21 to 25 were played before with other QNets, 31 to 35 were not.
+# runs/reference_output/plans.csv; their rows are played first, in all shops. Seeds 21 to 25 were played before with other
+# QNets, 31 to 35 were not.
 #   bash runs/shops.sh [SEED ...]      (default: 21 to 25, 31 to 35)
 # Run it again after a stop: finished stages are kept, the others resume.
 set -euo pipefail
@@ -10,26 +11,39 @@ ENV=webshop EPOCHS=${EPOCHS:-3} RANK_WEIGHT=0
 [[ "$*" =~ ^[0-9\ ]*$ ]] || wrong
 [ $# -gt 0 ] || set -- 21 22 23 24 25 31 32 33 34 35
 tasks=(--limit 400)
+declare -A loss=([rank]="--loss-on last --rank-weight 4" [all]="--loss-on all" [last]="--loss-on last")
+declare -A by=([rank]="with rank weight" [all]="by Eq. 11" [last]="by the last token")
+declare -A from=([tree]="the trees' best" [rft]="its own best" [expert]="all that QNet saw")
+shop() {  # SEED
+    SEED=$1 RUN=runs/shop-$1
+    common=(--env webshop --seed "$1" --env-option "seed=$1")
+}
+with_qnet() {  # NAME: a QNet, and its searches
+    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" ${loss[$1]} --out "$RUN/qnet-$1"
+    local with=(--qnet "$RUN/qnet-$1" --label "cloned, QNet ${by[$1]}")
+    search "${with[@]}" --method qlass -M 2 4 6 --out "$RUN/results-$1.jsonl"
+    search "${with[@]}" --method best_of_n -N 2 4 6 10 --out "$RUN/results-best-$1.jsonl"
+}
+with_agent() {  # METHOD: another agent of the same data
+    stage -m experiments.self_train "${common[@]}" --run "$RUN" --method "$1"
+    variant "$1" "cloned from ${from[$1]}" --method greedy --sft "$RUN/sft-$1"
+}
 for seed; do
-    SEED=$seed RUN=runs/shop-$seed
-    common=(--env webshop --seed "$seed" --env-option "seed=$seed")
+    shop "$seed"
     clone
-    learn_q "$RUN" "$RUN/sft"
-    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" --rank-weight 4 --out "$RUN/qnet-rank"
-    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" --loss-on all --out "$RUN/qnet-all"
-    compare --method greedy sample likeliest oracle_step -M 2 4 6 --label cloned --out "$RUN/results-agent.jsonl"
+    stage build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}"
+    stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}"
+    compare --method greedy sample likeliest -M 2 4 6 --label cloned --out "$RUN/results-agent.jsonl"
+    with_qnet rank
+    with_qnet all
+    with_agent expert
+done
+for seed; do
+    shop "$seed"
+    with_qnet last
+    with_agent tree
+    with_agent rft
+    compare --method oracle_step -M 6 --label cloned --out "$RUN/results-value.jsonl"
     compare --method best_of_n -N 2 4 6 10 --select oracle --label cloned --out "$RUN/results-oracle.jsonl"
-    for name in rank all last; do
-        declare -A by=([rank]="with rank weight" [all]="by Eq. 11" [last]="by the last token")
-        with=(--qnet "$RUN/qnet-$name" --label "cloned, QNet ${by[$name]}")
-        [ $name != last ] || with[1]=$RUN/qnet
-        search "${with[@]}" --method qlass -M 2 4 6 --out "$RUN/results-$name.jsonl"
-        search "${with[@]}" --method best_of_n -N 2 4 6 10 --out "$RUN/results-best-$name.jsonl"
-    done
-    for method in tree rft expert; do  # agents of the same data
-        declare -A from=([tree]="the trees' best" [rft]="its own best" [expert]="all that QNet saw")
-        stage -m experiments.self_train "${common[@]}" --run "$RUN" --method "$method"
-        variant "$method" "cloned from ${from[$method]}" --method greedy --sft "$RUN/sft-$method"
-    done
 done
 stage -m experiments.plans --rows "${@/#/runs/shop-}"
