@@ -84,13 +84,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
-    add(
-        "--gamma",
-        type=at_least(0, float, most=1),
-        default=PAPER["gamma"],
-        help="of Eq. (7), for --target q (0.9)",
-    )
-    add("--target", choices=TARGETS, default="q", metavar="NAME", help="q, avg or reward (q)")
+    number = at_least(0, float, most=1)
+    add("--gamma", type=number, default=PAPER["gamma"], help="of Eq. (7), for --target q (0.9)")
+    names = "q (Eq. 7, the default), avg or reward"
+    add("--target", choices=TARGETS, default=PAPER["target"], metavar="NAME", help=names)
     parser.free("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
     parser.free("--precision", help=argparse.SUPPRESS)
     return parse(parser, argv)

@@ -249,12 +249,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="default: RUN/trees.jsonl")
     add("--depth", type=at_least(0), help="D (3 WebShop, 6 ScienceWorld, 8 ALFWorld, FrozenLake)")
     add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (%(default)s)")
-    add(
-        "--rollouts",
-        type=at_least(0),
-        default=DEFAULTS["rollouts"],
-        help="at most, per tree (24; 0: any)",
-    )
+    bound = "at most, per tree (24; 0: any)"
+    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help=bound)
     add("--steps", type=at_least(1), help="step limit of the agent (default: the environment's)")
     parser.free("--limit", type=at_least(0), default=DEFAULTS["limit"], help="tasks (250; 0: all)")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's (0.7; tiny: 1)")

@@ -34,7 +34,7 @@ from typing import Any
 import envs
 from qlass import results
 from qlass.agent import load_agent
-from qlass.batching import LogProb, Sample, Score, ask
+from qlass.batching import Candidate, LogProb, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.flags import Parser, add_sampling, at_least
 from qlass.messages import State, parse_action, uniforms
@@ -128,15 +128,15 @@ def episode(
     state = State.first(env, observation, info)  # line 3
     steps: Episode = []
     done = False
+    most = method.M * (3 if method.distinct else 1)  # draws
     while not done:  # line 4
         key = (task_id, trial, len(steps))  # the same for all methods: paired differences
-        drawn = yield ask(env, state, method.M, key, rendering, method.temperature)  # lines 5-6
-        candidates = distinct(env, [c.text for c in drawn])
-        while method.distinct and len(candidates) < method.M and len(drawn) < 3 * method.M:
-            again = (*key, len(drawn))
-            more = yield ask(env, state, method.M, again, rendering, method.temperature)
-            drawn = [*drawn, *more]
-            candidates = distinct(env, [c.text for c in drawn])[: method.M]
+        drawn: list[Candidate] = []
+        candidates: list[str] = []
+        while len(candidates) < method.M and len(drawn) < most:  # lines 5-6
+            noise = (*key, len(drawn)) if drawn else key
+            drawn += yield ask(env, state, method.M, noise, rendering, method.temperature)
+            candidates = distinct_actions(env, [c.text for c in drawn])[: method.M]
         scores = yield from method.scores(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
         after, reward, done = state.act(env, action)  # line 9
@@ -148,7 +148,7 @@ def episode(
     return steps
 
 
-def distinct(env: envs.TextEnv, actions: Iterable[str]) -> list[str]:
+def distinct_actions(env: envs.TextEnv, actions: Iterable[str]) -> list[str]:
     """The first of each group of actions that are the same to the environment."""
     first: dict[str, str] = {}
     for action in actions:

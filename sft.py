@@ -105,21 +105,17 @@ def example_of(
     """A trajectory, cut at `limit` tokens; answer: the tokens of what follows its last action.
 
     Each token that the agent wrote, Eq. (5)'s a_t and OK, is predicted by the token before it; with
-    an answer weight, each token that follows what the agent wrote by its last token.
+    an answer weight, each token of the environment's answer by the last token of the action.
     """
-    lists = [*chat.message_tokens(state), answer]
-    roles = [role for role, _ in state.messages[len(state.messages) - len(lists) + 1 :]]
-    example = Example([], [])
-    for n, (role, ids) in enumerate(zip([*roles, "user"], lists, strict=True)):
-        end = len(example.ids) - 1
-        if role == "assistant":
-            example.targets += [(end + i, token, 1.0) for i, token in enumerate(ids)]
-        elif answer_weight and "assistant" in roles[:n]:
-            example.targets += [(end, token, answer_weight) for token in ids]
-        example.ids += ids if n < len(roles) else []
-    example.ids = example.ids[:limit]
-    example.targets = [target for target in example.targets if 0 <= target[0] < limit - 1]
-    return example
+    ids: list[int] = []
+    targets = []
+    for turn, tokens in enumerate([*chat.message_tokens(state), answer]):  # user and agent in turns
+        if turn % 2:
+            targets += [(len(ids) - 1 + i, token, 1.0) for i, token in enumerate(tokens)]
+        elif answer_weight and turn >= chat.stays(state):
+            targets += [(len(ids) - 1, token, answer_weight) for token in tokens]
+        ids += tokens
+    return Example(ids[:limit], [target for target in targets if target[0] < limit - 1])
 
 
 def examples_of(

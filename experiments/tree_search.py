@@ -26,7 +26,7 @@ import numpy as np
 import envs
 import q_search
 from experiments.compare import Variant, parser, with_search
-from q_search import Method, distinct
+from q_search import Method, distinct_actions
 from qlass import results, runs
 from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
@@ -80,7 +80,7 @@ class Search:
         nodes = [node for node in nodes if not (node.done or node.children)]
         if nodes:
             draws = yield [node.request for node in nodes]
-            candidates = [distinct(self.env, [candidate.text for candidate in drawn]) for drawn in draws]
+            candidates = [distinct_actions(self.env, [candidate.text for candidate in drawn]) for drawn in draws]
             values = yield [Score(node.state, tuple(c)) for node, c in zip(nodes, candidates, strict=True)]
             for node, drawn, actions, scores in zip(nodes, draws, candidates, values, strict=True):
                 node.drawn = drawn

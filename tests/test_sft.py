@@ -42,12 +42,11 @@ def test_the_targets_by_hand(w):
         "<user> Observation: nothing happens <agent> Action: right <end>"
     )
     whole = example(CHAT, STATE, 100, [7], w)
-    assert CHAT.tokenizer.convert_ids_to_tokens(whole.ids) == words.split()
+    assert CHAT.tokenizer.convert_ids_to_tokens(whole.ids[:-1]) == words.split()
     own = {i: (i - 1, whole.ids[i], 1.0) for i in (3, 4, *range(9, 14), *range(19, 22))}
-    answers = [(4, range(5, 9)), (13, range(14, 19))]
-    answered = [(end, whole.ids[i], w) for end, places in answers for i in places] + [(21, 7, w)]
+    answered = [(13, whole.ids[i], w) for i in range(14, 19)] + [(21, 7, w)]
     assert sorted(whole.targets) == sorted([*own.values(), *(answered if w else [])])
-    assert whole.weight == 10 + 10 * w
+    assert whole.weight == 10 + 6 * w
     (short,) = sft.examples_of(CHAT, shown(STATE), 9)
     assert (short.ids, short.targets) == (whole.ids[:9], [own[3], own[4]])
 
@@ -134,7 +133,7 @@ def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     assert list(sft.examples_of(chat, shown(STATE), 100)) == [other, last]
     # With --observation-loss the action's last token predicts the answer, if there is one.
     foretold = [(len(other.ids) - 1, token, 0.5) for token in last.ids[:5]]
-    answered = sft.Example(other.ids, other.targets + foretold)
+    answered = sft.Example(other.ids + last.ids[:5], other.targets + foretold)
     assert list(sft.examples_of(chat, shown(STATE), 100, 0.5)) == [answered, last]
 
 

@@ -20,7 +20,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import envs
-from q_search import distinct as distinct_actions
+from q_search import distinct_actions
 from qlass import UserError
 from qlass.batching import ask
 from qlass.chat import Rendering
