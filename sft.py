@@ -157,25 +157,25 @@ def sft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
 
 def train(model: Any, examples: list[Example], validation: list[Example], args: Any) -> dict:
     """Maximise the likelihood of what the expert wrote, given its history. Returns figures."""
-    run = Training(model, args, [1] * len(examples))
-    for update, last in run.updates():
+    trainer = Training(model, args, [1] * len(examples))
+    for update, last in trainer.updates():
         model.train()
         batch = [examples[i] for i in update]
         n = sum(example.weight for example in batch)
         loss = 0.0
-        for group in run.share(micro_batches(batch, len, args.micro_tokens)):
+        for group in trainer.share(micro_batches(batch, len, args.micro_tokens)):
             part = sft_loss(model, group) / n  # Eq. (5), per token
-            run.accelerator.backward(part)  # gradients accumulate
+            trainer.accelerator.backward(part)  # gradients accumulate
             loss += part.item()
-        loss = run.gather(loss)
-        for parameters in run.optimizer.param_groups:
-            parameters["lr"] = args.lr * cosine(run.step, run.starts[-1])
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        run.end_update(loss, tokens=sum(map(len, batch)), last=last)
+        loss = trainer.gather(loss)
+        for parameters in trainer.optimizer.param_groups:
+            parameters["lr"] = args.lr * cosine(trainer.step, trainer.starts[-1])
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.end_update(loss, tokens=sum(map(len, batch)), last=last)
         if last:
-            run.end_epoch(validate(model, validation, args.micro_tokens))
-    return run.finish()
+            trainer.end_epoch(validate(model, validation, args.micro_tokens))
+    return trainer.finish()
 
 
 @torch.no_grad()
@@ -234,7 +234,7 @@ def defaults(args: argparse.Namespace, examples: int) -> dict[str, Any]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = flags.Parser(__doc__, flags.defaults(PAPER, TINY))
+    parser = flags.Parser(__doc__, flags.defaults(PAPER, TINY, "the tiny model"))
     add = parser.add_argument
     add("--model", default="tiny", help="tiny, a HuggingFace name or path, or a GGUF file (tiny)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")

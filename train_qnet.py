@@ -71,12 +71,12 @@ class QNet(nn.Module):
             nn.Linear(hidden, 1),
         ).to(backbone.device)
 
-    def forward(self, where: torch.Tensor | None = None, **inputs: Any) -> torch.Tensor:
-        """Values V of tokens, (B, T), or (N,) of the N tokens that the mask `where` (B, T) has;
-        inputs: the backbone's."""
+    def forward(self, mask: torch.Tensor | None = None, **inputs: Any) -> torch.Tensor:
+        """Values V of tokens, (B, T), or (N,) of the N tokens of a mask (B, T); inputs: the
+        backbone's."""
         hidden = self.backbone(**inputs).last_hidden_state  # Eq. (9): h_1 .. h_T, (B, T, D)
-        if where is not None:  # the head costs a tiny model more than its backbone
-            hidden = hidden[where]
+        if mask is not None:  # the head costs a tiny model more than its backbone
+            hidden = hidden[mask]
         with torch.autocast(hidden.device.type, enabled=False):  # in bf16 siblings would tie
             return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)  # Eq. (10)
 
@@ -102,10 +102,10 @@ class QNet(nn.Module):
         (folder / "qnet.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **how: Any) -> QNet:
-        """how: of `load_checkpoint`."""
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> QNet:
+        """options: of `load_checkpoint`."""
         settings = files.read_object(Path(folder) / "qnet.json")  # which an agent's folder lacks
-        backbone, chat = models.load_checkpoint(folder, AutoModel, **how)
+        backbone, chat = models.load_checkpoint(folder, AutoModel, **options)
         qnet = cls(backbone, chat, settings["hidden"])
         head = Path(folder) / "head.safetensors"
         try:
@@ -141,7 +141,7 @@ class Pair:
     q: float
 
 
-Tree = list[Pair]
+Pairs = list[Pair]  # of one tree, depth first; or of one state
 
 
 def states_of(tree: list[dict]) -> dict[int, State]:
@@ -154,21 +154,21 @@ def states_of(tree: list[dict]) -> dict[int, State]:
     return states
 
 
-def pairs_of(tree: list[dict]) -> Tree:
+def pairs_of(tree: list[dict]) -> Pairs:
     """All (s, a, q) of a labelled tree, depth first: a node's action in its parent's state."""
     states = states_of(tree)
     return [Pair(states[node["parent_id"]], node["action"], node["q"]) for node in tree[1:]]
 
 
-def families(tree: Tree) -> list[Tree]:
+def families(pairs: Pairs) -> list[Pairs]:
     """The pairs of a tree by state: siblings together, in the order of the first of them."""
-    of: dict[State, Tree] = {}
-    for pair in tree:
-        of.setdefault(pair.state, []).append(pair)
-    return list(of.values())
+    siblings: dict[State, Pairs] = {}
+    for pair in pairs:
+        siblings.setdefault(pair.state, []).append(pair)
+    return list(siblings.values())
 
 
-def hold_out(trees: list[Tree]) -> tuple[list[Tree], list[Tree]]:
+def hold_out(trees: list[Pairs]) -> tuple[list[Pairs], list[Pairs]]:
     """Trees to train on, and every tenth, from the first on, to validate; a tree alone is both."""
     learned = [tree for i, tree in enumerate(trees) if i % HELD_OUT]
     return learned or trees, trees[::HELD_OUT]
@@ -201,7 +201,7 @@ def family_loss(
     return torch.stack(losses).sum() + rank_weight * (e - e.mean()).square().sum()
 
 
-def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Namespace) -> dict:
+def train(qnet: QNet, trees: list[Pairs], held_out: list[Pairs], args: argparse.Namespace) -> dict:
     """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
     weight = args.rank_weight
     max_tokens, micro_tokens = (1, 1) if args.plain else (args.max_tokens, args.micro_tokens)
@@ -210,33 +210,33 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
         together = families(tree) if weight else [[pair] for pair in tree]
         packs += pack_pairs(qnet.chat, together, LOSS_FROM[args.loss_on], max_tokens)
     rates = [(qnet.backbone, args.lr), (qnet.head, args.head_lr or args.lr)]
-    run = Training(qnet, args, [len(pack.pairs) for pack in packs], rates)
-    for update, last in run.updates():
+    trainer = Training(qnet, args, [len(pack.pairs) for pack in packs], rates)
+    for update, last in trainer.updates():
         qnet.train()
         batch = [packs[i] for i in update]
         n = sum(len(pack.pairs) for pack in batch)
         loss = 0.0
-        for group in run.share(micro_batches(batch, lambda pack: pack.tokens, micro_tokens)):
+        for group in trainer.share(micro_batches(batch, lambda pack: pack.tokens, micro_tokens)):
             if args.plain:
                 losses = [family_loss(qnet, pack.pairs, args.loss_on, weight) for pack in group]
                 part = torch.stack(losses).sum()
             else:  # the same, at a fraction of the cost
                 part = packed_loss(qnet, group, weight)
             part = part / n  # Eq. (11), per pair
-            run.accelerator.backward(part)  # gradients accumulate
+            trainer.accelerator.backward(part)  # gradients accumulate
             loss += part.item()
-        loss = run.gather(loss)
-        for parameters, rate in zip(run.optimizer.param_groups, run.rates, strict=True):
-            parameters["lr"] = rate * cosine(run.step, run.starts[-1])
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        run.end_update(loss, tokens=sum(pack.tokens for pack in batch), last=last)
+        loss = trainer.gather(loss)
+        for parameters, rate in zip(trainer.optimizer.param_groups, trainer.rates, strict=True):
+            parameters["lr"] = rate * cosine(trainer.step, trainer.starts[-1])
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.end_update(loss, tokens=sum(pack.tokens for pack in batch), last=last)
         if last:
             held = ranking(qnet.eval(), held_out, args.plain)
             watched = held["within_mse" if weight else "mse"]
             validation = watched if len(held_out) >= MIN_HELD_OUT else None
-            run.end_epoch(validation, held_out=held)
-    return run.finish()
+            trainer.end_epoch(validation, held_out=held)
+    return trainer.finish()
 
 
 # ---------------------------------------------------------------------------- can it rank siblings?
@@ -245,7 +245,7 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
 Scores = dict[tuple[State, str], float]
 
 
-def ranking(qnet: QNet, trees: list[Tree], plain: bool = False) -> dict[str, Any]:
+def ranking(qnet: QNet, trees: list[Pairs], plain: bool = False) -> dict[str, Any]:
     """On these trees, of Q: the mean square error (Eq. 8), the part of it within states, and
     `sibling_accuracy`."""
     pairs = list(itertools.chain(*trees))
@@ -261,7 +261,7 @@ def ranking(qnet: QNet, trees: list[Tree], plain: bool = False) -> dict[str, Any
     return {"mse": square / n, "within_mse": within / n} | sibling_accuracy(trees, scores)
 
 
-def policy_ranking(policy: Policy, trees: list[Tree]) -> dict[str, Any]:
+def policy_ranking(policy: Policy, trees: list[Pairs]) -> dict[str, Any]:
     """How well the agent's own log-probability ranks the same siblings."""
     pairs = list({(p.state, p.action): None for p in itertools.chain(*trees)})
     scores = dict(zip(pairs, policy.logprobs(pairs), strict=True))
@@ -269,7 +269,7 @@ def policy_ranking(policy: Policy, trees: list[Tree]) -> dict[str, Any]:
     return {"policy_sibling_accuracy": sibling_accuracy(trees, scores)["sibling_accuracy"]}
 
 
-def sibling_accuracy(trees: list[Tree], scores: Scores, gap: float = 0.05) -> dict[str, Any]:
+def sibling_accuracy(trees: list[Pairs], scores: Scores, gap: float = 0.05) -> dict[str, Any]:
     """Of the sibling pairs whose q differ by more than `gap`, the share whose scores agree.
 
     Chance is .5.
@@ -288,7 +288,7 @@ def sibling_accuracy(trees: list[Tree], scores: Scores, gap: float = 0.05) -> di
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = flags.Parser(__doc__, flags.defaults(PAPER, TINY))
+    parser = flags.Parser(__doc__, flags.defaults(PAPER, TINY, "models below 50 M parameters"))
     add = parser.add_argument
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
@@ -311,8 +311,8 @@ def load(args: argparse.Namespace) -> tuple[QNet, Any]:
     """A QNet of the agent's weights and a new head, and PEFT's view of LoRA's updates (or None)."""
     torch.manual_seed(args.seed)  # here: the agent may have been trained in this process just now
     all_weights = not (args.lora or args.freeze)
-    how = agent.loading(args.sft, args)
-    backbone, chat = models.load_checkpoint(args.sft, AutoModel, train=all_weights, **how)
+    options = agent.loading(args.sft, args)
+    backbone, chat = models.load_checkpoint(args.sft, AutoModel, train=all_weights, **options)
     qnet = QNet(backbone, chat)
     memory = args.lora, args.lora_alpha, args.gradient_checkpointing
     adapter = models.save_memory(backbone, *memory)
@@ -331,7 +331,7 @@ def save(qnet: QNet, args: argparse.Namespace, adapter: Any) -> None:
         models.read_back(folder, qnet.backbone)
 
 
-def read(args: argparse.Namespace, chat: Chat, process: Any) -> tuple[list[Tree], dict[str, Any]]:
+def read(args: argparse.Namespace, chat: Chat, process: Any) -> tuple[list[Pairs], dict[str, Any]]:
     """Of each labelled tree the pairs that the model can read; figures for the metadata."""
     tasks, trees, left_out = [], [], 0
     labelled = read_trees(args.labels, ["q", "messages"])
@@ -350,7 +350,7 @@ def read(args: argparse.Namespace, chat: Chat, process: Any) -> tuple[list[Tree]
     return trees, {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
 
 
-def measure(qnet: QNet, held_out: list[Tree], figures: dict, args: argparse.Namespace) -> dict:
+def measure(qnet: QNet, held_out: list[Pairs], figures: dict, args: argparse.Namespace) -> dict:
     """How well the best epoch's QNet ranked held-out siblings, and how well the agent does."""
     best = figures["curve"][figures["best_epoch"] - 1]["held_out"]
     qnet.cpu()  # a GPU that trained one of them may not hold both

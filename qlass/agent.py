@@ -44,10 +44,10 @@ def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) ->
         env.instruct(rendering.instruction)
 
 
-def load_policy(path: str | Path, seed: int = 0, cache_gb: Any = None, **how: Any) -> Policy:
-    """The agent in a checkpoint; how: of `load_checkpoint`. cache_gb: for prompts it has read."""
-    model, chat = load_checkpoint(path, AutoModelForCausalLM, **how)
-    if how.get("plain"):
+def load_policy(path: str | Path, seed: int = 0, cache_gb: Any = None, **options: Any) -> Policy:
+    """The agent in a checkpoint; options: of `load_checkpoint`. cache_gb: for prompts it has read."""
+    model, chat = load_checkpoint(path, AutoModelForCausalLM, **options)
+    if options.get("plain"):
         return Policy(model, chat, seed)
     return FastPolicy(model, chat, seed, cache_gb)
 
@@ -55,16 +55,17 @@ def load_policy(path: str | Path, seed: int = 0, cache_gb: Any = None, **how: An
 def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
     """The agent that the flags describe, which is to play `env`; with --server only its tokenizer
     is here."""
-    how = loading(args.sft, args)
+    options = loading(args.sft, args)
     if env:
-        begin_as_cloned(env, how["rendering"], args)
+        begin_as_cloned(env, options["rendering"], args)
     if args.server:
-        chat = load_chat(args.sft, how["rendering"])
+        chat = load_chat(args.sft, options["rendering"])
         return ServerPolicy(args.server, chat, args.seed, args.in_flight or 64)
-    return load_policy(args.sft, args.seed, args.cache_gb, **how)
+    return load_policy(args.sft, args.seed, args.cache_gb, **options)
 
 
 def loading(folder: Path, args: Any, names: Sequence[str] = RENDERED) -> dict[str, Any]:
     """What `load_checkpoint` takes of the flags; names: as of `rendering_of`."""
-    how = {name: getattr(args, name) for name in ("device", "load_in", "plain", "precision")}
-    return how | {"rendering": rendering_of(folder, args, names)}
+    flags = ("device", "load_in", "plain", "precision")
+    options = {name: getattr(args, name) for name in flags}
+    return options | {"rendering": rendering_of(folder, args, names)}

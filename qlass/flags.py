@@ -37,13 +37,13 @@ class Parser(argparse.ArgumentParser):
         self.free_names.append(self.group.add_argument(*names, **options).dest)
 
 
-def defaults(paper: dict[str, Any], tiny: dict[str, Any]) -> str:
-    """What a stage's --help says of them."""
+def defaults(paper: dict[str, Any], tiny: dict[str, Any], small: str) -> str:
+    """What a stage's --help says of them; small: the models that have the second."""
     texts = []
     for settings in (paper, tiny):
         flags = (f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         texts.append(" ".join(flags))
-    return f"Defaults: {texts[0]}; of the tiny model {texts[1]}."
+    return f"Defaults: {texts[0]}; of {small} {texts[1]}."
 
 
 def add_memory(parser: Parser) -> None:

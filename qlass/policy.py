@@ -71,13 +71,13 @@ class Policy:
 
         Returns tokens (B,) and their log-probabilities (B,), before top-k and top-p.
         """
-        heat, rendering = temperature[:, None], self.chat.rendering
-        logp = (logits.float() / torch.where(heat > 0, heat, 1.0)).log_softmax(-1)
+        rendering, temperature = self.chat.rendering, temperature[:, None]
+        logp = (logits.float() / torch.where(temperature > 0, temperature, 1.0)).log_softmax(-1)
         p = truncated(logp.double().exp(), rendering.top_k, rendering.top_p)
         cumulative = p.cumsum(-1)
         u = noise[:, None] * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, u, right=True).clamp(max=p.shape[-1] - 1)
-        tokens = torch.where(heat > 0, drawn, logits.argmax(-1, keepdim=True))
+        tokens = torch.where(temperature > 0, drawn, logits.argmax(-1, keepdim=True))
         return tokens[:, 0], logp.gather(-1, tokens)[:, 0].double()
 
     def ended(self, written: list[int]) -> bool:

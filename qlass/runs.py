@@ -171,10 +171,10 @@ def claim(output: Path, args: argparse.Namespace, inputs: Inputs) -> dict[str, A
         reason = "not of this command, which leaves a .meta.json beside it"
         raise UserError(f"{output}: {reason}: move it, or name it as an input")
     differences = []
-    for name in {**begun, **recipe}:
+    for name in {**begun, **recipe} if begun else ():
         before, now = begun.get(name), recipe.get(name)
-        fixed = name not in args.free and (before or name not in inputs)  # a new input is welcome
-        if begun and before != now and fixed:
+        new_input = name in inputs and not before  # is welcome
+        if before != now and name not in args.free and not new_input:
             other = "which has changed or is another"
             text = f"{inputs[name]}, {other}" if name in inputs else f"{before}, not {now}"
             differences.append(f"--{name.replace('_', '-')} {text}")
