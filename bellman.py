@@ -15,11 +15,11 @@ from __future__ import annotations
 import argparse
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from qlass import UserError
-from qlass.files import discard, locked, write_jsonl
 from qlass.flags import Parser, at_least
-from qlass.runs import claim, need, parse, read_trees, run_stage, write_meta
+from qlass.runs import need, parse, read_trees, run_stage, write_at_once
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 
@@ -79,6 +79,14 @@ def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
     return [node | {"q_raw": value, "q": scaled} for node, value, scaled in values]
 
 
+def metrics(labelled: list[list[dict]]) -> dict[str, Any]:
+    """For the metadata."""
+    tasks = [tree[0]["task_id"] for tree in labelled]
+    flat = [tree for tree in labelled if not any(node["q"] for node in tree)]
+    counts = {"trees": len(tasks), "nodes": sum(map(len, labelled)), "flat_trees": len(flat)}
+    return {"tasks": tasks, **counts}
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
@@ -99,22 +107,14 @@ def main(argv: list[str] | None = None) -> None:
     args.out = args.out or args.run / "q_labels.jsonl"
     if args.trees.parent.resolve() == args.out.parent.resolve():
         args.free.append("trees")  # more of the run's own add labels, and change none
-    inputs = {"trees": args.trees}
-    with locked(args.out):
-        recipe = claim(args.out, args, inputs)
-        trees = read_trees(args.trees, NEEDS.get(args.target, []))
-        labelled = [label(tree, args.target, args.gamma) for tree in trees]
-        if not labelled:
-            raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
-        discard(args.out)  # a stop leaves no old labels beside new metadata
-        nodes = sum(map(len, labelled))
-        flat = sum(not any(node["q"] for node in tree) for tree in labelled)
-        counts = {"trees": len(labelled), "nodes": nodes, "flat_trees": flat}
-        tasks = [tree[0]["task_id"] for tree in labelled]
-        write_meta(args.out, args, recipe, inputs, tasks=tasks, **counts)
-        write_jsonl(args.out, chain.from_iterable(labelled))
-    note = f"{flat} of them with all values equal (q = 0)"
-    print(f"{args.out}: {nodes} nodes of {len(labelled)} trees, {note}")
+    trees = read_trees(args.trees, NEEDS.get(args.target, []))
+    labelled = [label(tree, args.target, args.gamma) for tree in trees]
+    if not labelled:
+        raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
+    counts = metrics(labelled)
+    write_at_once(args.out, args, chain(*labelled), {"trees": args.trees}, **counts)
+    flat = f"{counts['flat_trees']} of them with all values equal (q = 0)"
+    print(f"{args.out}: {counts['nodes']} nodes of {counts['trees']} trees, {flat}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 import envs
 import sft
 from q_search import Method, episode
-from qlass import UserError, files, published, runs
+from qlass import UserError, published, runs
 from qlass.agent import load_agent
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
@@ -185,12 +185,10 @@ def main(argv: list[str] | None = None) -> None:
         reason = f"none of {len(lines)} trajectories is new and reaches --threshold {args.threshold}"
         raise UserError(f"{reason} (highest reward {best:.3f}): lower it, or play more (--limit 0, -N)")
     merged, inputs = args.run / f"self_train-{args.name}.jsonl", {name: getattr(args, name) for name in INPUTS}
-    recipe = runs.claim(merged, args, inputs)
     mean = sum(line["reward"] for line in lines) / max(1, len(lines))
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new), "mean_reward": mean}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
-    runs.write_meta(merged, args, recipe, inputs, **figures)
-    files.write_jsonl(merged, expert + new)
+    runs.write_at_once(merged, args, expert + new, inputs, **figures)
     kept_of = f"{len(new)} of {len(lines)} trajectories kept (mean reward {mean:.3f})"
     print(f"{merged}: {kept_of} beside {len(expert)} demonstrations")
     if not args.no_train:

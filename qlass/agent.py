@@ -45,7 +45,7 @@ def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) ->
 
 
 def load_policy(path: str | Path, seed: int = 0, cache_gb: Any = None, **options: Any) -> Policy:
-    """The agent in a checkpoint; options: of `load_checkpoint`. cache_gb: for prompts it has read."""
+    """The agent in a checkpoint. options: of `load_checkpoint`. cache_gb: for what it has read."""
     model, chat = load_checkpoint(path, AutoModelForCausalLM, **options)
     if options.get("plain"):
         return Policy(model, chat, seed)

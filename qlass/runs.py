@@ -209,6 +209,17 @@ def write_meta(
             json.dump({name: getattr(args, name) for name in SHARED}, out, indent=1)
 
 
+def write_at_once(
+    output: Path, args: argparse.Namespace, records: Iterable[dict], inputs: Inputs, **figures: Any
+) -> None:
+    """An output that takes no time to make, so it is made anew each time."""
+    with files.locked(output):
+        recipe = claim(output, args, inputs)
+        files.discard(output)  # a stop leaves no old lines beside new metadata
+        write_meta(output, args, recipe, inputs, **figures)
+        files.write_jsonl(output, records)
+
+
 def input_of(output: Path, name: str) -> Path | None:
     """Where an input of an output is; None: there was none, or it is gone."""
     path = meta_of(output)["inputs"].get(name)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bellman
-from qlass import UserError
+from qlass import UserError, files, runs
 from qlass.files import read_jsonl
 from qlass.runs import meta_of
 
@@ -120,9 +120,10 @@ def stop(_) -> None:
 @pytest.mark.parametrize("write", ["write_meta", "write_jsonl"])
 def test_stopped_behind_either_of_its_files_it_writes_both_again(label, tmp_path, monkeypatch, write):
     label(tree_by_hand())
-    done, others = getattr(bellman, write), [n | {"task_id": "u"} for n in tree_by_hand()]
+    module = runs if write == "write_meta" else files
+    done, others = getattr(module, write), [n | {"task_id": "u"} for n in tree_by_hand()]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(bellman, write, lambda *args, **figures: stop(done(*args, **figures)))
+        patch.setattr(module, write, lambda *args, **figures: stop(done(*args, **figures)))
         label(others)
     assert (tmp_path / "labels.jsonl").exists() == (write == "write_jsonl")  # no old labels beside new metadata
     assert {n["task_id"] for n in label(others)} == {"u"}
