@@ -96,7 +96,8 @@ def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
     for family in dict.fromkeys(row["family"] for row in rows):
         members = [i for i in p if rows[i]["family"] == family]
         for i, within in zip(members, holm([p[i] for i in members]), strict=True):
-            rows[i] |= {"p": f"{p[i]:.4f}", "in its family": f"{within:.4f}", "over all": f"{overall[i]:.4f}"}
+            values = {"p": p[i], "in its family": within, "over all": overall[i]}
+            rows[i] |= {name: f"{value:.4f}" if value >= 1e-4 else "<.0001" for name, value in values.items()}
     return pd.DataFrame(rows).fillna("").rename(columns={"minus": "comparison", "difference": "difference [95 %]"})
 
 
