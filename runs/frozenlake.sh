@@ -8,6 +8,7 @@ no_flags "$@"
 clone
 learn_q "$RUN" "$RUN/sft"
 compare --method all
+on_test_tasks -m experiments.lookup -M 4  # what QNet adds to its trees
 stage -m experiments.qval "${common[@]}" --run "$RUN" --trajectories 8 --references exact --out "$RUN/qval-exact"
 # The same QNet for an agent that was cloned without --observation-loss, which costs an agent some of its reward.
 stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}" --observation-loss 0 --out "$RUN/sft-plain"

@@ -3,13 +3,15 @@
 import pytest
 from fakes import FakeEnv, Script, run, word_chat
 
+import envs
 from experiments import compare
 from experiments.compare import Comparison, Oracle, Variant
+from experiments.lookup import look_up
 from q_search import Method
 from qlass import UserError
-from qlass.batching import Sample
+from qlass.batching import Sample, Score
 from qlass.files import read_jsonl
-from qlass.messages import parse_action
+from qlass.messages import State, parse_action
 
 STEP, LOOK = Oracle("oracle_step", "truth", M=2), Oracle("oracle_lookahead", "q", M=2)
 
@@ -89,3 +91,15 @@ def test_paraphrased_candidates(search, monkeypatch):
     search("--method", "greedy", out="plain.jsonl")
     with pytest.raises(UserError, match="--paraphrase None, not 0"):
         search("--method", "greedy", "--paraphrase", out="plain.jsonl")
+
+
+def test_a_look_up_knows_the_mean_q_of_a_move_and_of_an_unseen_one_the_mean_of_all():
+    env = envs.make("frozenlake", map="lakes")
+    nodes = [("root", None, None), ("right", 0, 0.5), ("down", 0, 0.9), ("right", 1, 0.1)]
+    tree = [
+        {"node_id": i, "parent_id": parent, "observation": "you", "action": f"Action: {move}", "q": q}
+        for i, (move, parent, q) in enumerate(nodes)
+    ]
+    state = State((("user", "i"), ("assistant", "OK"), ("user", "you")))
+    (scores,) = look_up([tree], env)([Score(state, ("Action: right", "Thought: hm\nAction: down", "Action: up"))])
+    assert scores == pytest.approx([0.3, 0.9, 0.5])

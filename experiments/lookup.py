@@ -1,0 +1,66 @@
+"""The trees themselves as a QNet: a candidate's score is the q that its state and action have there.
+
+    reads   RUN/sft/, RUN/q_labels.jsonl
+    writes  RUN/results-lookup.jsonl
+
+    python -m experiments.lookup --env frozenlake -M 4
+
+It shows what QNet adds where test tasks meet the states of the trees, as on FrozenLake's lakes. A state is known by its
+last observation: the environment must be Markov. What the trees do not hold has the mean of all q.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import envs
+import q_search
+from experiments.compare import parser, with_search
+from qlass import UserError, results
+from qlass.batching import Score
+from qlass.messages import State, parse_action
+from qlass.runs import need, read_trees, run_stage
+
+
+class LookUp(q_search.Method):
+    """QLASS by what the trees hold, for which no model reads a token."""
+
+    def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
+        return (yield Score(state, tuple(actions)))
+
+
+def look_up(trees: Iterable[list[dict]], env: envs.TextEnv) -> Callable[[list[Score]], list[list[float]]]:
+    """Answers Score requests by the mean q of all nodes of that observation and action."""
+    values: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    def key(observation: str, action: str) -> tuple[str, str]:
+        return observation.removeprefix(env.prefix).strip(), env.canonical(parse_action(action))
+
+    for tree in trees:
+        seen = {node["node_id"]: node["observation"] for node in tree}
+        for node in tree[1:]:
+            values[key(seen[node["parent_id"]], node["action"])].append(node["q"])
+    means = {pair: fmean(q) for pair, q in values.items()}
+    other = fmean(q for qs in values.values() for q in qs)
+    return lambda requests: [[means.get(key(r.state.observation, a), other) for a in r.actions] for r in requests]
+
+
+def main(argv: list[str] | None = None) -> None:
+    flags = parser("lookup", __doc__)
+    flags.add_argument("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
+    args = with_search(flags, argv, "labels")
+    args.out = args.run / "results-lookup.jsonl" if args.out.name == "results.jsonl" else args.out
+    env, tasks = q_search.environment(args)
+    if not env.markov:
+        raise UserError(f"{env.name}: its observations do not tell the state, so that nothing can be looked up")
+    args.labels = need(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+    chat, models = q_search.load(args, env, with_q=False)
+    models[Score] = look_up(read_trees(args.labels, ["q"]), env)
+    plan = [LookUp("lookup", "trees", M) for M in args.M]
+    results.play(args, env, tasks, plan, q_search.Player(chat).play, models, labels=args.labels)
+
+
+if __name__ == "__main__":
+    run_stage(main)
