@@ -4,12 +4,12 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/table5.sh"
 RUN=${RUN:-runs/paper-webshop-$NAME}
-env=("${webshop[@]}" --run "$RUN") again=(--temperature 0.7 --limit 0)
+env=("${webshop[@]}" --run "$RUN") again=(--temperature 0.7 --limit 0 "${play[@]}")
 
 self_trained() {  # NAME LABEL FLAG...: an agent cloned again with its own trajectories, RUN/sft-NAME, greedily
     $PYTHON -m experiments.self_train "${env[@]}" --name "$1" --no-train "${@:3}"
     $TRAIN sft.py "${env[@]}" "${sft[@]}" --expert "$RUN/self_train-$1.jsonl" --out "$RUN/sft-$1"
-    $PYTHON q_search.py "${env[@]}" --method greedy --limit 0 --max-steps 5 \
+    $PYTHON q_search.py "${env[@]}" --method greedy --limit 0 --max-steps 5 "${play[@]}" \
         --sft "$RUN/sft-$1" --label "self-trained, $2" --out "$RUN/results-$1.jsonl"
 }
 for target in q avg reward; do

@@ -14,14 +14,16 @@ ETO=${ETO:-data/eto}                           # ETO's: webshop_sft.json, websho
 WEBSHOP=${WEBSHOP:-data/webshop}               # WebShop's: items_shuffle.json, items_ins_v2.json, items_human_ins.json
 ALFWORLD_DATA=${ALFWORLD_DATA:-data/alfworld}  # what `alfworld-download` fetches
 FITS=${FITS:---gradient-checkpointing --lora 16 --lr 2e-4}
+PLAY=${PLAY:-}            # of stages 2 and 5 on a GPU of 24 GB: "--load-in 4bit --cache-gb 0"
 ROLLOUTS=${ROLLOUTS:-64}  # of a tree; the paper names no bound, and W^(D+1) is 2,187 on ScienceWorld, 19,683 on ALFWorld
 
 read -ra optimiser <<<"--lr 1e-5 --batch 64 --max-tokens 4096 $FITS"  # cosine, warm-up 3 %, no decay: the stages' own
 sft=(--model "$MODEL" --epochs 3 "${optimiser[@]}")
-trees=(--width 3 --temperature 0.7 --limit 0)  # all training tasks (of ALFWorld's games a tenth is the split "val")
+read -ra play <<<"$PLAY"
+trees=(--width 3 --temperature 0.7 --limit 0 "${play[@]}")  # all training tasks (of ALFWorld's games a tenth is the split "val")
 bellman=(--gamma 0.9)
 qnet=(--epochs 2 "${optimiser[@]}" --loss-on all)
-search=(--temperature 0.7 --limit 0) M=(2) N=(2 4 6)
+search=(--temperature 0.7 --limit 0 "${play[@]}") M=(2) N=(2 4 6)
 long=(--truncate oldest)  # 40 steps, a demonstration's in a tree too, may be more than Llama-2's 4,096 tokens
 # ETO's goals, which people wrote, on the whole catalogue; its splits of 1,824 and 200 goal indices; its instruction.
 webshop=(--env webshop --seed "$SEED" --env-option "data=$WEBSHOP" --env-option human_goals=true
