@@ -16,7 +16,7 @@ PYTHON=${PYTHON:-python}
 SEED=${SEED:-0}
 RUN=${RUN:-runs/${RUN_PREFIX:-}$ENV}
 common=(--env "$ENV" --seed "$SEED")
-# glibc hands large blocks back to the kernel at once, and asks for them again at the next update (docs/speed.md).
+# glibc hands large blocks back to the kernel at once, and asks for them again at the next update.
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}  # threads wait asleep, not spinning, where others need the cores too
 
