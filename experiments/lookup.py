@@ -9,6 +9,7 @@ It shows what QNet adds where test tasks meet the states of the trees, as on Fro
 last observation: the environment must be Markov. What the trees do not hold has the mean of all q.
 """
 
+import argparse
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
@@ -47,11 +48,16 @@ def look_up(trees: Iterable[list[dict]], env: envs.TextEnv) -> Callable[[list[Sc
     return lambda requests: [[means.get(key(r.state.observation, a), other) for a in r.actions] for r in requests]
 
 
-def main(argv: list[str] | None = None) -> None:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = parser("lookup", __doc__)
     flags.add_argument("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     args = with_search(flags, argv, "labels")
     args.out = args.run / "results-lookup.jsonl" if args.out.name == "results.jsonl" else args.out
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
     env, tasks = q_search.environment(args)
     if not env.markov:
         raise UserError(f"{env.name}: its observations do not tell the state, so that nothing can be looked up")
