@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from qlass.runs import meta_of
-from reporting.figures import MARKERS, STYLE, curve, log_axis
+from reporting.figures import MARKERS, STYLE, curve
 from reporting.results import Group, ancestors, models_of
 
 TASKS = (100, 1_000, 10_000)  # that an agent plays
@@ -43,14 +45,25 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
             i = list(starts).index(agent)
             x = [(cost[id(group)] + tasks * group.mean("total")) / 1e6 for group in line]
             look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "linestyle": style}
-            look |= {"markerfacecolor": "white"} if label.endswith("old QNet") else {}
+            look |= {} if label.endswith("old QNet") else {"markerfacecolor": look["color"]}
             name = (agent or "cloned") if (label, style) == (agent, "-") else None
-            curve(axes, x, [group.reward for group in line], label=name, linewidth=0.8, **look)
+            marks = [group.condition.budget for group in line]
+            curve(axes, x, [group.reward for group in line], marks, label=name, linewidth=0.8, **look)
         axes.set_title(f"{tasks:,} tasks", loc="left", fontsize=10)
         log_axis(axes, "million tokens in all")
     figure.axes[0].set_ylabel("mean reward")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
+
+
+def log_axis(axes: Axes, label: str) -> None:
+    axes.set_xscale("log")
+    left, right = axes.get_xlim()
+    subs = (1, 2, 3, 5) if right < 10 * left else (1, 2, 5) if right < 300 * left else (1,)  # or numbers overlap
+    axes.xaxis.set_major_locator(LogLocator(subs=subs))
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(label)
 
 
 def training_tokens(group: Group) -> float:

@@ -1,13 +1,8 @@
-"""The report's figures, by matplotlib.
-
-Colours are Okabe and Ito's, which colour-blind readers can distinguish on light and dark. In the HTML, text and axes
-take the page's own colour (`currentColor`).
-"""
+"""The report's figures, in Okabe and Ito's colours: colour-blind readers can distinguish them on light and dark."""
 
 from __future__ import annotations
 
 import io
-import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -18,23 +13,21 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
-from reporting.results import Group
-from reporting.stats import Estimate
+from reporting.results import Group, lineage
+from reporting.stats import Estimate, paired_difference
 
-INK = "#2b2d31"  # stands for the page's text colour
+INK = "#2b2d31"  # in the HTML the page's own text colour
 GREY = "#8c8c8c"
 COLOURS = {"qlass": "#0072b2", "best_of_n": "#d55e00", "likeliest": "#e69f00", "greedy": GREY, "sample": GREY}
 ORACLE, OTHER = "#cc79a7", "#009e73"  # methods that look at the true reward; those that search differently
-MARKERS = "osD^vPX"
+MARKERS, CORNERS = "osD^vPX", ((11, 8), (-11, 8), (11, -8), (-11, 8))  # of curves, and where their points are marked
 COSTS = {"total": "tokens a task", "env_steps": "environment steps a task"}
 STYLE = {
     **{f"{part}.color": INK for part in ("text", "xtick", "ytick")},
     **{f"axes.{part}color": INK for part in ("edge", "label")},
     **{f"axes.spines.{side}": False for side in ("top", "right")},
-    "axes.axisbelow": True,
-    "font.size": 10,
+    **{"axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.25},
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "qlass",  # the same figure, the same bytes
@@ -65,25 +58,20 @@ def save(figure: Figure, path: Path) -> str:
     return re.sub(r'\s(?:xmlns(?::\w+)?|width|height)="[^"]*"', "", text, count=4).replace(INK, "currentColor")
 
 
-def log_axis(axes: Axes, label: str) -> None:
-    axes.set_xscale("log")
-    left, right = axes.get_xlim()
-    subs = (1, 2, 3, 5) if right < 10 * left else (1, 2, 5) if right < 300 * left else (1,)  # or numbers overlap
-    axes.xaxis.set_major_locator(LogLocator(subs=subs))
-    axes.xaxis.set_major_formatter("{x:,g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel(label)
-    axes.grid(alpha=0.25)
+def spread(estimates: Sequence[Estimate], least: float = 0.0) -> np.ndarray:
+    """(2, n): how far the intervals reach below and above the means, within [least, 1]; 0 where there is none."""
+    mean, low, high = np.array([(e.mean, e.low, e.high) for e in estimates]).T
+    return np.nan_to_num([mean - low.clip(least), high.clip(max=1.0) - mean]).clip(min=0)
 
 
-def spread(estimates: Sequence[Estimate]) -> np.ndarray:
-    """(2, n): how far the intervals reach below and above the means; 0 where there is none."""
-    return np.nan_to_num([[e.mean - e.low for e in estimates], [e.high - e.mean for e in estimates]]).clip(min=0)
-
-
-def curve(axes: Axes, x: Sequence[float], estimates: Sequence[Estimate], **look: Any) -> None:
+def curve(axes: Axes, x: Sequence, estimates: Sequence[Estimate], marks: Sequence = (), **look: Any) -> None:
+    """Means with their intervals, hollow, so that none hides another. Each curve has its marks in another corner."""
     means = [estimate.mean for estimate in estimates]
-    axes.errorbar(x, means, spread(estimates), capsize=2, elinewidth=0.7, **look)
+    place = {"xytext": CORNERS[len(axes.containers) % 4], "textcoords": "offset points"}
+    look = {"markerfacecolor": "none", "markeredgewidth": 1.4, "capsize": 2, "elinewidth": 0.7} | look
+    axes.errorbar(x, means, spread(estimates), **look)
+    for mark, *point in zip(marks, x, means, strict=False):
+        axes.annotate(mark, point, **place, ha="center", va="center", fontsize=8, color=look["color"])
 
 
 @mpl.rc_context(STYLE)
@@ -95,25 +83,26 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
     lines = defaultdict(list)
     for group in groups:
         if group.mean("total") > 0 and group.condition.method not in ("random", "expert"):
-            over = {"qlass": ", over M", "best_of_n": ", over N"}.get(group.condition.method, "")
-            lines[group.condition.name + over].append(group)
+            lines[group.condition.name].append(group)
     plain = {name: line for name, line in lines.items() if not line[0].condition.label}
     labelled = {name: line for name, line in lines.items() if len(line) > 1 and not line[0].condition.oracle}
     shown = plain | labelled or lines
     if not shown:
         return None
+    files = {path for group in groups for path in group.episodes["file"]}  # an agent that chooses writes no tokens
+    nominal = any(lineage(path, ["sft"]).get("--candidates of sft") == "valid" for path in files)
     figure = Figure(figsize=(9.5, 3.8 + 0.1 * len(shown)), layout="constrained")
     for axes, (cost, label) in zip(figure.subplots(1, 2, sharey=True), COSTS.items(), strict=True):
-        for (name, line), marker in zip(shown.items(), itertools.cycle(MARKERS), strict=False):
+        for (name, line), marker in zip(shown.items(), MARKERS * len(shown), strict=False):
             line.sort(key=lambda group: group.mean(cost))
             condition, x = line[0].condition, [group.mean(cost) for group in line]
-            look: dict[str, Any] = {"color": COLOURS.get(condition.method, ORACLE if condition.oracle else OTHER)}
-            hollow = {"linestyle": "--", "markerfacecolor": "none"} if condition.oracle else {}
-            curve(axes, x, [group.reward for group in line], label=name, marker=marker, **look, **hollow)
-            for group in line:
-                place = {"xytext": (6, -11), "textcoords": "offset points", "fontsize": 8}
-                axes.annotate(group.condition.budget, (group.mean(cost), group.reward.mean), **place, **look)
-        log_axis(axes, label)
+            look = {"color": COLOURS.get(condition.method, ORACLE if condition.oracle else OTHER), "marker": marker}
+            look |= {"label": name, "linestyle": "--" if condition.oracle else "-"}
+            marks = [
+                group.condition.budget for group in line if cost == "total"
+            ]  # the other panel has the same heights
+            curve(axes, x, [group.reward for group in line], marks, **look)
+        axes.set_xlabel(label + ", nominal" * (nominal and cost == "total"))
     figure.axes[0].set_ylabel("mean reward, 95 % interval")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
@@ -121,23 +110,28 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
 
 @mpl.rc_context(STYLE)
 def labels(groups: Sequence[Group]) -> Figure | None:
-    """Fig. 4 and ablations: SFT greedy, and QLASS at the budget that most labels have, a bar a label."""
+    """Fig. 4 and ablations: SFT greedy, and QLASS at the budget that most labels have, a bar a label. Beside the means
+    stand paired differences: they may be clear where the means' intervals overlap."""
     budgets = Counter(g.condition.budget for g in groups if g.condition.method == "qlass" and g.condition.label)
     budget = max(budgets, key=lambda budget: (budgets[budget], budget), default="")
     shown = {("greedy", ""), ("qlass", budget)}
     bars = [group for group in groups if (group.condition.method, group.condition.budget) in shown]
     if not any(group.condition.label for group in bars):
         return None
-    rewards = [group.reward for group in bars]
-    figure = Figure(figsize=(7.5, 0.7 + 0.4 * len(bars)), layout="constrained")
-    axes = figure.subplots()
     seeds = [group.episodes["seed"].nunique() for group in bars]
     fewer = [f" ({n} of {max(seeds)} seeds)" * (n < max(seeds)) for n in seeds]
     names = [f"{group.condition}{note}" for group, note in zip(bars, fewer, strict=True)]
     colours = [COLOURS[group.condition.method] for group in bars]
-    means = [reward.mean for reward in rewards]
-    drawn = axes.barh(names, means, xerr=spread(rewards), color=colours, ecolor=INK, capsize=2)
-    axes.bar_label(drawn, fmt="{:.3f}", padding=4, fontsize=9)
+    base = max(bars, key=lambda group: (group.condition.method == "qlass", not group.condition.label))
+    gains = [paired_difference(group.values("reward"), base.values("reward"), group.blocks) for group in bars]
+    panels = {"mean reward, 95 % interval": [group.reward for group in bars], f"minus {base.condition}, paired": gains}
+    figure = Figure(figsize=(9.5, 0.7 + 0.4 * len(bars)), layout="constrained")
+    sides = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    for axes, (title, estimates), least in zip(sides, panels.items(), (0.0, -1.0), strict=True):
+        means = [estimate.mean for estimate in estimates]
+        drawn = axes.barh(names, means, xerr=spread(estimates, least), color=colours, ecolor=INK, capsize=2)
+        axes.bar_label(drawn, fmt="{:.3f}", padding=4, fontsize=9)
+        axes.set_xlabel(title)
     axes.invert_yaxis()
-    axes.set_xlabel("mean reward, 95 % interval")
+    axes.margins(x=0.4)  # numbers stand left of bars below 0
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -17,43 +18,42 @@ LINES = {  # method, select: label, colour, marker and line
     ("likeliest", ""): ("search by its log-probability", COLOURS["likeliest"], "^-"),
     ("qlass", ""): ("QLASS, M actions a step", COLOURS["qlass"], "s-"),
     ("best_of_n", "q"): ("best of N episodes by the same QNet", COLOURS["best_of_n"], "D-"),
-    ("best_of_n", "oracle"): ("best of N by the true reward (oracle)", COLOURS["best_of_n"], "D:"),
-}
-SEARCHES = LINES | {
-    ("lookahead", "q"): ("look-ahead by QNet", "#009e73", "v-"),
-    ("beam", "q"): ("beam", "#cc79a7", "P-"),
+    ("best_of_n", "oracle"): ("best of N by the true reward (oracle)", COLOURS["best_of_n"], "h:"),
+    ("lookahead", "q"): ("look-ahead by QNet, M actions", "#009e73", "v-"),
+    ("beam", "q"): ("beam of M", "#cc79a7", "P-"),
     ("mcts", "q"): ("MCTS, S simulations a step", "#56b4e9", "X-"),
-    ("particles", "q"): ("particles", INK, "<-"),
+    ("particles", "q"): ("particles, N of them", INK, "<-"),
 }
 PRETRAINED = LINES | {
-    ("sample", ""): ("agent, one sample", GREY, "D-"),
+    ("sample", ""): ("agent, one sample", GREY, "s-"),
     ("random", ""): ("a random one of M actions", "#cc79a7", "v-"),
 }
-OLD, NEW = ", QNet by Eq. 11", ", QNet with rank weight"
-RANKING = {  # and what is added to the agent's name
-    ("greedy", "", ""): ("agent, greedy", GREY, "o-"),
-    ("likeliest", "", ""): ("search by its log-probability", COLOURS["likeliest"], "^-"),
-    ("qlass", "", OLD): ("QLASS by the QNet of Eq. 11", "#cc79a7", "s:"),
-    ("qlass", "", NEW): ("QLASS by the QNet with rank weight", COLOURS["qlass"], "s-"),
-    ("qlass", "", NEW + ", distinct draws"): ("the same, M = 4 that differ", COLOURS["qlass"], "*-"),
-    ("best_of_n", "q", OLD): ("best of N episodes by Eq. 11", "#56b4e9", "D:"),
-    ("best_of_n", "q", NEW): ("best of N episodes with rank weight", COLOURS["best_of_n"], "D-"),
-    ("oracle_step", "", ""): ("the true value of M actions (oracle)", INK, "v:"),
+RANKING = dict([*LINES.items()][:2]) | {  # and what is added to the agent's name
+    ("qlass", "", ", QNet by Eq. 11"): ("QLASS by the QNet of Eq. 11", "#cc79a7", "p:"),
+    ("qlass", "", ", QNet with rank weight"): ("QLASS by the QNet with rank weight", COLOURS["qlass"], "s-"),
+    ("qlass", "", ", QNet with rank weight, distinct draws"): ("the same, M = 4 that differ", COLOURS["qlass"], "*-"),
+    ("best_of_n", "q", ", QNet by Eq. 11"): ("best of N episodes by Eq. 11", "#56b4e9", "h:"),
+    ("best_of_n", "q", ", QNet with rank weight"): ("best of N episodes with rank weight", COLOURS["best_of_n"], "D-"),
+    ("oracle_step", ""): ("the true value of M actions (oracle)", INK, "v:"),
 }
-PANELS = {  # title: environment, split, agent, commit of results.csv
-    "WebShop": ("webshop", "test 400-830", "cloned", "208754c"),
-    "half of the demonstrations": ("webshop", "test 400-830", "cloned, half of the demonstrations", "83d907e"),
-    "real products": ("webshop_real", "test", "cloned", "83d907e"),
-    "ALFWorld, unseen": ("alfworld", "valid_unseen", "cloned", "208754c"),
-    "real games, unseen": ("alfworld_real", "valid_unseen", "cloned", "d871414"),
-    "with thoughts, unseen": ("alfworld", "valid_unseen, first games", "cloned with thoughts", "d11bad8"),
-    "FrozenLake": ("frozenlake", "lakes2", "cloned", "208754c"),
-    "WebShop's worlds": ("webshop", "test, own worlds", "cloned", "7959f49"),
-    "ALFWorld's worlds": ("alfworld", "valid_unseen, own worlds", "cloned", "7959f49"),
-    "FrozenLake, five trainings": ("frozenlake", "lakes2, own worlds", "cloned", "7959f49"),
-    "ALFWorld's real games": ("alfworld_real", "valid_unseen, first 30", "SmolLM2-135M", "a95484b"),
-    "WebShop's real products": ("webshop_real", "test, first 30", "SmolLM2-135M", "ed5ba0a"),
-    "FrozenLake, new starts": ("frozenlake", "lakes, 49 to 118", "SmolLM2-135M, head alone", "a51ce67"),
+SETTING = ["environment", "split", "commit"]
+PANELS = {  # title: environment, split, commit of results.csv, agent
+    "WebShop": ("webshop", "test 400-830", "208754c", "cloned"),
+    "half of the demonstrations": ("webshop", "test 400-830", "83d907e", "cloned, half of the demonstrations"),
+    "real products": ("webshop_real", "test", "83d907e", "cloned"),
+    "ALFWorld, unseen": ("alfworld", "valid_unseen", "208754c", "cloned"),
+    "real games, unseen": ("alfworld_real", "valid_unseen", "d871414", "cloned"),
+    "with thoughts, unseen": ("alfworld", "valid_unseen, first games", "d11bad8", "cloned with thoughts"),
+    "FrozenLake": ("frozenlake", "lakes2", "208754c", "cloned"),
+    "WebShop's worlds": ("webshop", "test, own worlds", "7959f49", "cloned"),
+    "ALFWorld's worlds": ("alfworld", "valid_unseen, own worlds", "7959f49", "cloned"),
+    "FrozenLake, five trainings": ("frozenlake", "lakes2, own worlds", "7959f49", "cloned"),
+    "ALFWorld's real games": ("alfworld_real", "valid_unseen, first 30", "a95484b", "SmolLM2-135M"),
+    "WebShop's real products": ("webshop_real", "test, first 30", "ed5ba0a", "SmolLM2-135M"),
+    "FrozenLake, new starts": ("frozenlake", "lakes, 49 to 118", "a51ce67", "SmolLM2-135M, head alone"),
+    "100 tasks of WebShop": ("webshop", "test 400-499", "ed5ba0a", "cloned, small"),
+    "100 games of ALFWorld": ("alfworld", "valid_unseen, first 100", "ce66e57", "cloned, small"),
+    "118 starts on FrozenLake": ("frozenlake", "lakes", "ece9359", "cloned, small"),
 }
 FIGURES = {  # file: lines, and the titles of its panels
     "tokens": (LINES, ("WebShop", "ALFWorld, unseen", "FrozenLake")),
@@ -61,52 +61,48 @@ FIGURES = {  # file: lines, and the titles of its panels
     "alfworld": (LINES, ("ALFWorld, unseen", "real games, unseen", "with thoughts, unseen")),
     "ranking": (RANKING, ("WebShop's worlds", "ALFWorld's worlds", "FrozenLake, five trainings")),
     "smollm2": (PRETRAINED, ("ALFWorld's real games", "WebShop's real products", "FrozenLake, new starts")),
+    "searches": (LINES, ("100 tasks of WebShop", "100 games of ALFWorld", "118 starts on FrozenLake")),
 }
-SMALL = {  # file: environment, split, agent, commit; all searches, against tokens and against environment steps
-    "searches_webshop": ("webshop", "test 400-499", "cloned, small", "ed5ba0a"),
-    "searches_alfworld": ("alfworld", "valid_unseen, first 100", "cloned, small", "ce66e57"),
-    "searches_frozenlake": ("frozenlake", "lakes", "cloned, small", "ece9359"),
-}
-COLUMNS = ["environment", "split", "agent", "commit", "seed"]
-COSTS = {"tokens": "all tokens a task", "env_steps": "environment steps a task"}
 
 
-def draw(results: pd.DataFrame, lines: dict, panels: list[tuple], height: float, share: bool) -> Figure:
-    """Mean reward with its interval against a cost per task; panels: (title, setting, cost)."""
-    figure = Figure(figsize=(9.3, height), layout="constrained")
+def draw(results: pd.DataFrame, lines: dict, titles: Sequence[str]) -> Figure:
+    """Mean reward with its interval against tokens per task; below it minus the agent's, a dot per seed, if all panels
+    have seeds. Marks are M or N, of MCTS its simulations."""
+    panels = [results[(results[SETTING] == PANELS[title][:3]).all(axis=1)] for title in titles]
+    paired = all((panel["tokens"].notna() & (panel["seed"] != "all")).any() for panel in panels)
+    figure = Figure(figsize=(9.3, 6 if paired else 3.7), layout="constrained")
+    grid = figure.subplots(1 + paired, len(titles), squeeze=False, height_ratios=(3, 2)[: 1 + paired])
     legend = {}  # by label: not every panel has them all
-    for axes, (title, setting, cost) in zip(figure.subplots(1, len(panels), sharey=share), panels, strict=True):
-        env, split, agent, commit = setting
+    for (axes, *below), title, panel in zip(grid.T, titles, panels, strict=True):
+        agent = PANELS[title][3]
+        nominal = ", nominal" * agent.startswith("cloned")  # the tiny model only chooses among valid actions
+        axes.set(title=title, xlabel="all tokens a task" + nominal)
+        start = panel[(panel["agent"] == agent) & (panel["name"] == "greedy")].set_index("seed")["reward"]
+        panel = panel.assign(gain=panel["reward"] - panel["seed"].map(start)).sort_values("tokens", kind="stable")
         for (method, select, *of), (label, color, style) in lines.items():
-            key = [env, split, agent + "".join(of), commit, "all"]
-            here = results[(results[COLUMNS] == key).all(axis=1)].sort_values(cost, kind="stable")
-            rows = here[(here["method"].str.partition(":")[0] == method) & (here["select"].fillna("") == select)]
-            rewards = [Estimate(row.reward, row.low, row.high, n=0) for row in rows.itertuples()]
+            rows = panel[(panel[["name", "select", "agent"]] == [method, select, agent + "".join(of)]).all(axis=1)]
+            mean, seeds = rows[rows["seed"] == "all"], rows[rows["seed"] != "all"]
+            rewards = [Estimate(row.reward, row.low, row.high, n=0) for row in mean.itertuples()]
             if rewards:
-                look = {"color": color, "markersize": 5, "markerfacecolor": "none" if select == "oracle" else color}
-                curve(axes, rows[cost], rewards, fmt=style, label=label, **look)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.grid(alpha=0.25)
-        axes.set(title=title, xlabel=COSTS[cost])
-        handles, labels = axes.get_legend_handles_labels()
-        legend |= dict(zip(labels, handles, strict=True))
-    figure.axes[0].set_ylabel("reward, 95 % interval")
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=3, fontsize=9)
+                look = {"color": color, "markersize": 5, "markerfacecolor": "none"}
+                curve(axes, mean["tokens"], rewards, mean["mark"], fmt=style, **look)
+                legend[label] = axes.containers[-1]
+            for differences in below:
+                differences.plot(mean["tokens"], mean["gain"], style, **look)
+                differences.plot(seeds["tokens"], seeds["gain"], ".", color=color, markersize=3)
+    grid[-1, 0].set_ylabel("minus the agent's,\na dot per seed")
+    grid[0, 0].set_ylabel("reward, 95 % interval")
+    figure.legend([*legend.values()], [*legend], loc="outside lower center", ncols=3, fontsize=9)
     return figure
 
 
 def main() -> None:
-    results = pd.read_csv(FOLDER / "results.csv", dtype={"seed": str})
+    results = pd.read_csv(FOLDER / "results.csv", dtype={"seed": str}).fillna({"agent": "", "select": ""})
+    results[["name", "mark"]] = results["method"].str.extract(r"^(\w+)(?:.*S=(\d+))?")
+    results["mark"] = results["mark"].fillna(results[["M", "N"]].max(axis=1).astype(str)).replace("1", "")
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
-        for name, (lines, titles) in FIGURES.items():
-            figure = draw(results, lines, [(title, PANELS[title], "tokens") for title in titles], 3.5, share=False)
-            for axes in figure.axes:
-                axes.locator_params(axis="x", nbins=5)
-            figure.savefig(FOLDER / f"{name}.png")
-        for name, setting in SMALL.items():
-            figure = draw(results, SEARCHES, [("", setting, cost) for cost in COSTS], 4.2, share=True)
-            figure.axes[0].set_ylim(top=min(1.05, figure.axes[0].get_ylim()[1]))
-            figure.savefig(FOLDER / f"{name}.png")
+        for file, (lines, titles) in FIGURES.items():
+            draw(results, lines, titles).savefig(FOLDER / f"{file}.png")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import report
 from experiments.frontier import frontier, training_tokens
 from qlass import UserError
 from qlass.files import read_jsonl
-from reporting import expected, figures, page, results, tables
+from reporting import expected, figures, page, results, stats, tables
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -81,8 +81,11 @@ def test_what_a_scorer_costs_is_not_known_and_a_bar_of_fewer_seeds_says_so(tmp_p
     ]  # fmt: skip
     groups = groups_in(tmp_path, records)
     assert [math.isnan(group.mean("total")) for group in groups.values()] == [False, False, True]
-    names = [text.get_text() for text in figures.labels(list(groups.values())).axes[0].get_yticklabels()]
-    assert names == ["QLASS M=2", "QLASS [x] M=2 (1 of 2 seeds)"]
+    bars, differences = figures.labels(list(groups.values())).axes
+    assert [text.get_text() for text in bars.get_yticklabels()] == ["QLASS M=2", "QLASS [x] M=2 (1 of 2 seeds)"]
+    assert differences.get_xlabel() == "minus QLASS M=2, paired"
+    beyond = [stats.Estimate(0.9, 0.7, 1.2, n=3), stats.Estimate(0.5, math.nan, math.nan, n=1)]
+    assert figures.spread(beyond).ravel() == pytest.approx([0.2, 0, 0.1, 0])
 
 
 def differences(groups) -> dict[tuple[str, str], dict[str, str]]:
