@@ -142,6 +142,10 @@ class TextEnv(gymnasium.Env):
         """A message of a published demonstration in the words of this environment."""
         return text
 
+    def picture(self, observation: str) -> str:
+        """What `--show` draws below an observation."""
+        return ""
+
     def canonical(self, action: str) -> str:
         """One form for all texts that the engine takes for the same action, in whatever state.
 

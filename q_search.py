@@ -143,7 +143,7 @@ def episode(
         outcome = action, after.observation, reward, env.known
         steps.append(Step(state, drawn, candidates, scores, *outcome))
         if method.show:
-            show(steps[-1], len(steps), done)
+            show(env, steps[-1], len(steps), done)
         state = after  # line 10
     return steps
 

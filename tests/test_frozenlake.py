@@ -78,6 +78,7 @@ def test_texts_rewards_and_limits():
     env = envs.make("frozenlake", map="4x4", max_steps=3)
     observation, info = env.reset(options={"task_id": "4x4/22"})
     assert observation == "At cell 22." and env.instruction.endswith("The map:\nFFFF\nFHFH\nFFFH\nHFFG")
+    assert env.picture(observation).splitlines() == ["F F F F", "F H F H", "F F @ H", "H F F G"]
     assert info["valid_actions"] == ["left", "down", "right", "up"]
     assert env.q_star_of("jump") == pytest.approx(0.9 * 0.9) and env.q_star_of("right") == 0.0
     start = env.snapshot()

@@ -110,6 +110,13 @@ class FrozenLakeEnv(TextEnv):
         around = ", ".join(f"{move} {lake.ahead(self.lake, self.cell, move)}" for move in lake.MOVES)
         return f"{self.rows}\nAt {where}. Around you: {around}."
 
+    def picture(self, observation: str) -> str:
+        """The map with the agent in it, as @."""
+        row, column = map(int, re.search(r"cell (\d)(\d)", observation).groups())
+        cells = [list(line.replace(" ", "")) for line in self.rows.splitlines()]
+        cells[row][column] = "@"
+        return "\n".join(map(" ".join, cells))
+
     def _info(self) -> dict[str, Any]:
         return {"task_id": self.task_id, "task": self.task, "valid_actions": self.valid_actions()}
 
