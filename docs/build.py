@@ -61,15 +61,7 @@ def episodes() -> dict[str, str]:
     """File name -> SVG, of an episode."""
     walk, purchase = played("lake", "4x4/03"), played("shop", "1978")
     cells = ["At cell 03.", *(step["observation"] for step in walk["steps"][:-1])]
-    rest = [
-        "Observation:\nInstruction:",
-        purchase["task"],
-        "Back to Search",
-        "Next >",
-        "Rating: N.A.",
-        "Description",
-        "Reviews",
-    ]
+    rest = ["Observation:\nInstruction:", purchase["task"], "Back to Search", "Next >", "Description", "Reviews"]
     pages = [step["observation"].split(" [SEP] ") for step in purchase["steps"][:-1]]
     shown = ["Search", *(" · ".join(part for part in page if part not in rest) for page in pages)]
     return {"episode.svg": svg.episode(walk, cells, rows=MAP), "purchase.svg": svg.episode(purchase, shown, 2, 470)}

@@ -77,7 +77,7 @@ def episode(line: dict, pages: list[str], columns: int = 4, width: int = 186, ro
         below = []
         for n, (step, page) in cards[first : first + columns]:
             x, level = 16 + width * (n - first), y
-            for words in wrap(f"step {n + 1}: {page}", width // 8):
+            for words in wrap(f"step {n + 1}: {page}", width // 7):
                 parts.append(text(x, level, words, fill=GREY))
                 level += LINE
             for candidate in sorted(step["candidates"], key=lambda c: -c["q"]):
