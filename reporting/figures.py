@@ -103,6 +103,7 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
             ]  # the other panel has the same heights
             curve(axes, x, [group.reward for group in line], marks, **look)
         axes.set_xlabel(label + ", nominal" * (nominal and cost == "total"))
+        axes.set_xlim(left=0)
     figure.axes[0].set_ylabel("mean reward, 95 % interval")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
