@@ -26,15 +26,13 @@ from docs.switches import Switches
 from environments import check
 from experiments import compare, drive_in_order
 from qlass import UserError
-from qlass.batching import Sample, drive
 from qlass.chat import Rendering
 from qlass.files import read_jsonl
 from qlass.runs import run_stage
 
 FLAG = "docs.switches:Switches"
 installed = pytest.mark.skipif(find_spec("scienceworld") is None, reason="pip install scienceworld")
-SCIWORLD = pytest.param("sciworld", marks=installed)
-EVERY = ["webshop", "alfworld", SCIWORLD, "frozenlake", FLAG]
+EVERY = ["webshop", "alfworld", pytest.param("sciworld", marks=installed), "frozenlake", FLAG]
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +58,6 @@ def test_every_environment_keeps_what_envs_promises(name, capsys):
         handed_out.clear()
     assert env.valid_actions() == offered and env.split_ids("test")
     here, other = env.snapshot(), env.fork()
-    other.step(offered[0])
-    other.reset(options={"task_id": env.task_ids("train")[0]})
-    assert env.valid_actions() == offered and (env.snapshot() == here or name == "frozenlake")  # that has its generator
-    other.close()
     for _, action in env.expert(task):
         twin = pickle.loads(pickle.dumps(env))
         text, reward, over, truncated, info = env.step(action)
@@ -129,12 +123,6 @@ def test_info_says_whether_the_action_was_one_that_the_environment_knows(name, k
     env.close()
 
 
-def test_a_class_may_say_itself_which_actions_it_knows():
-    env = type("Own", (Switches,), {"knows": lambda self, action: action == "hum"})()
-    env.reset()
-    assert [env.step(action)[4]["known"] for action in ("hum", "done")] == [True, False]
-
-
 @pytest.mark.parametrize("name", ["webshop", "alfworld", "frozenlake", FLAG])  # sciworld: its own test, of few steps
 def test_actions_of_one_canonical_form_are_the_same_to_the_engine(name):
     env, merged = envs.make(name, max_steps=None), 0
@@ -158,23 +146,15 @@ def test_actions_of_one_canonical_form_are_the_same_to_the_engine(name):
     env.close()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("name", EVERY[:-1])
-def test_gymnasiums_vector_environments_show_what_each_alone_shows(name, mode):
-    name = {"webshop": "WebShop", "alfworld": "ALFWorld", "sciworld": "SciWorld", "frozenlake": "FrozenLake"}[name]
+@pytest.mark.parametrize("name", ["WebShop", "ALFWorld", pytest.param("SciWorld", marks=installed), "FrozenLake"])
+def test_gymnasiums_vector_environments_show_what_each_alone_shows(name):
     alone = [gymnasium.make(f"envs:qlass/{name}-v0") for _ in range(2)]
-    both = gymnasium.make_vec(f"envs:qlass/{name}-v0", num_envs=2, vectorization_mode=mode)
-    expected = [env.reset(seed=seed) for seed, env in enumerate(alone)]
+    both = gymnasium.make_vec(f"envs:qlass/{name}-v0", num_envs=2, vectorization_mode="async")
     texts, info = both.reset(seed=0)
-    shown = []
-    for _ in range(3):
-        shown.append((texts, tuple(text for text, *_ in expected)))
-        for key in ("task", "valid_actions"):
-            assert [*info[key]] == [single[-1][key] for single in expected]
-        actions = tuple(single[-1]["valid_actions"][-1] for single in expected)
-        expected = [env.step(action) for env, action in zip(alone, actions, strict=True)]
-        texts, *_, info = both.step(actions)
-    assert all(theirs == ours for theirs, ours in shown) and len({texts for texts, _ in shown}) > 1  # none has changed
+    assert texts == tuple(env.reset(seed=seed)[0] for seed, env in enumerate(alone))
+    assert [*info["valid_actions"]] == [env.unwrapped.valid_actions() for env in alone]
+    actions = [valid[-1] for valid in info["valid_actions"]]
+    assert both.step(actions)[0] == tuple(env.step(action)[0] for env, action in zip(alone, actions, strict=True))
     both.close()
 
 
@@ -266,23 +246,18 @@ BROKEN = {  # a class that keeps the rules: its changes and what is said of each
         ({"task_ids": lambda self, split: random.sample(self.split_ids(split), 20)}, "or other ones at the next call"),
         ({"split_ids": lambda self, split: []}, "train has no tasks"),
         ({"reset": lambda self, **more: "All off."}, "reset returns str, not (observation, info)"),
-        (reset_as(lambda self, o, i: (np.zeros(6), i)), "reset is of type ndarray, not str"),
         (step_as(lambda self, a, o, *rest: (np.zeros(6), *rest)), "is of type ndarray, not str"),
         (step_as(lambda self, a, o, r, d, t, i: (o, r, d, i)), "ValueError: not enough values"),  # as of old gym
-        (info_as(valid_actions=None), "info of reset has no valid_actions"),
         (info_as(valid_actions=("done",)), "info of reset has no valid_actions, or one that is no list"),
         ({"valid_actions": lambda self: [0, 1]}, "are no str"),
         (info_as(valid_actions=["done"]), "or not those of valid_actions()"),
-        (info_as(task_id=4), "info of reset has no task_id, or one that is no str"),
         (info_as(task_id="4"), "the task_id '4', in task"),
         (info_as(task=None), "info of reset has no task"),
         (step_as(lambda self, a, o, r, *rest: (o, 0.5, *rest)), "a step earned 0.5"),  # before the end
-        (step_as(lambda self, a, o, r, *rest: (o, -r, *rest)), "a step earned -1.0"),
         (step_as(lambda self, a, o, r, *rest: (o, np.float32("nan"), *rest)), "earned nan"),
         (step_as(lambda self, a, o, r, *rest: (o, None, *rest)), "TypeError: float() argument"),
         (IDLE, "yields no step"),
         ({"expert": lambda self, task_id: iter(["done"])}, "expert yields 'done', not ("),
-        ({"expert": lambda self, task_id: iter([None])}, "play: TypeError: "),
         (reset_as(lambda self, o, i: (f"{o} {random.random()}", i)), "reset gives, as observation, ... "),
         (step_as(lambda self, a, o, r, d, t, i: (o, r, d, False, i)), "after step('sing a song') with max_steps = 1"),
         (step_as(lambda self, a, o, r, d, t, i: (o, r, d, t and a in SEEN, i)), "goes on after step('sing a song')"),
@@ -291,7 +266,6 @@ BROKEN = {  # a class that keeps the rules: its changes and what is said of each
     ],
     Board: [
         ({"snapshot": Switches.snapshot}, "and before"),
-        ({"restore": Switches.restore}, "and before"),
         ({"restore": lambda self, snapshot: None}, "and before"),
         (COUNTS_ON, "gives, as done, ... True, and before ... False"),
         (HIDDEN, "a snapshot changes while the episode goes on"),
@@ -420,20 +394,6 @@ def test_a_crash_names_the_task_and_the_action_and_ends_no_other_task(tmp_path, 
     monkeypatch.setattr(Fragile, "split_ids", lambda self, split: ["white", "blue"])
     compare.main(argv)  # without that task
     assert "2 test tasks" in capsys.readouterr().out
-
-
-def test_what_has_finished_before_a_crash_is_not_lost():
-    def one(number):
-        for _ in range(number):
-            yield Sample(None, 1, (), 1.0)
-        if number == 3:
-            raise KeyError(number)
-        return number
-
-    begun, ended = [], []
-    with pytest.raises(KeyError, match="3"):
-        ended += iter(drive((begun.append(n) or one(n) for n in (4, 3, 0, 2, 1, 3, 3, 0)), {Sample: list}, 4))
-    assert ended == [0, 1, 2] and len(begun) < 8
 
 
 def test_numbers_of_numpy_become_pythons():

@@ -1,7 +1,6 @@
 """WebShop: equal to the original's recordings, goal for goal, ranking for ranking; the rest by hand."""
 
 import dataclasses
-import functools
 import gzip
 import hashlib
 import json
@@ -169,14 +168,6 @@ def test_what_is_not_valid_changes_nothing_but_counts_a_step(shop, action):
     assert env.step(action)[:4] == page[:4] and env.steps == 2
 
 
-def test_actions_that_the_engine_takes_for_the_same_have_one_form(shop):
-    env, blanks = shop(), ["search[red shirt]", "search[Red  Shirt]", "search[ red shirt ]"]
-    for texts in (blanks, ["click[buy now]", "click[Buy Now]", "click[BUY NOW] at last"]):
-        assert {env.canonical(text) for text in texts} == {texts[0]}
-    for texts in (["click[buy now]", "click[buy  now]"], ["search[red shirt]", "search[red shirts, red]"]):
-        assert [env.canonical(text) for text in texts] == texts
-
-
 CHOSEN = ["search[cotton]", "click[b000000001]", "click[x-large]", "click[wine]"]
 LAMP_SHOWN = ["search[lamp] for the desk", "click[C000000003] "]  # text behind the last bracket is ignored
 
@@ -286,8 +277,8 @@ def index_of(texts):
     return webshop_search.SearchIndex(n, {word: v for v, word in enumerate(words)}.get, **arrays)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(WORDS, min_size=1, max_size=8), WORDS)
+@settings(max_examples=60)
+@given(st.lists(WORDS, min_size=1, max_size=40), WORDS)
 def test_bm25_against_the_formula(documents, query):
     index = index_of(" ".join(d) for d in documents)
     bags = [Counter(webshop_search.terms(" ".join(d))) for d in documents]
@@ -304,8 +295,11 @@ def test_bm25_against_the_formula(documents, query):
     assert sorted(found) == [i for i, score in enumerate(expected) if score]
     assert scores.tolist() == pytest.approx([expected[i] for i in found], rel=1e-4)
     assert [*zip(-scores, found, strict=True)] == sorted(zip(-scores, found, strict=True))
-    best, _ = index.top(" ".join(query), k=2)
-    assert best.tolist() == found[:2].tolist()
+    for few in (webshop_search.FEW, -1):  # at -1 all go through `contenders`
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(webshop_search, "FEW", few)
+            best = index.top(" ".join(query), k=2)
+        assert best[0].tolist() == found[:2].tolist() and best[1].tobytes() == scores[:2].tobytes()
 
 
 def test_terms():
@@ -314,33 +308,24 @@ def test_terms():
     assert webshop_search.terms(text) == expected.split()
 
 
-def test_the_best_reward_in_reach_against_trying_everything():
+def test_the_best_value_in_reach_is_that_behind_the_best_action():
     env, rng, checked = envs.make("webshop"), random.Random(0), 0
-
-    @functools.cache
-    def best(page, left):
-        env.restore((*page, 0))
-        if not env.valid_actions():
-            return env.session.reward
-        values = [0.0]
-        for action in env.valid_actions() if left else ():
-            env.restore((*page, 0))
-            env.step(action)
-            values.append(best((env.index, env.session), left - 1))
-        return max(values)
-
-    for task in rng.sample(env.task_ids("all"), 6):
+    for task in rng.sample(env.task_ids("all"), 20):
         env.reset(options={"task_id": task})
         if int(task) % 2:  # a search that leads astray
             env.step(f"search[{rng.choice(env.shop.products).title}]")
         while env.valid_actions() and env.steps < 7:
-            here = env.snapshot()
-            for left in range(5):
-                env.restore((*here[:2], env.max_steps - left))
-                value = env.optimal_value(gamma=1.0)
-                assert value == pytest.approx(best(here[:2], left))
-                checked += value > 0
-            env.restore(here)
+            *here, _ = env.snapshot()
+            for left in range(1, 6):
+                values = []
+                for action in env.valid_actions():
+                    env.restore((*here, env.max_steps - left))
+                    _, reward, done, *_ = env.step(action)
+                    values.append(reward if done else env.optimal_value(gamma=0.9))
+                env.restore((*here, env.max_steps - left))
+                assert env.optimal_value(gamma=0.9) == pytest.approx(0.9 * max(values))
+                checked += max(values) > 0
+            env.restore((*here, 0))
             env.step(rng.choice(env.valid_actions()))
     assert checked > 20
 

@@ -6,11 +6,10 @@ import multiprocessing
 import os
 import shutil
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_webshop import SHARED, index_of, recorded
+from test_webshop import SHARED, recorded
 
 from data import make_webshop
 from environments.webshop import catalogue, engine, search, store
@@ -142,17 +141,3 @@ def test_a_kept_store_is_the_shop(tmp_path):
         assert (shop.owners == first.owners).all() and (shop.shares == first.shares).all()
         assert [shop.position(product.asin) for product in shop.products] == [*range(1000)]
         assert shop.position("B") is shop.position("") is shop.position("Z") is None
-
-
-def test_contenders_of_a_crowd_and_of_equal_documents(crowd, monkeypatch):
-    texts = [product.document for product in store.open_store(crowd).products]
-    rng = np.random.default_rng(0)
-    for documents in (texts, texts[:40] * 5, ["", *texts[:5], "bace"] * 40):
-        index = index_of(documents)
-        for _ in range(100):
-            query = " ".join(rng.choice(documents[int(rng.integers(len(documents)))].split() or ["bace"], 12))
-            results, k = [], int(rng.integers(1, 60))
-            for few in (1 << 30, -1):
-                monkeypatch.setattr(search, "FEW", few)
-                results.append([part.tobytes() for part in index.top(query, k)])
-            assert results[0] == results[1]
