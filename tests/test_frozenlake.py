@@ -35,18 +35,6 @@ def test_q_star_solves_the_bellman_equation_of_gymnasiums_table(task):
     assert q[14].argmax() == (1 if "slippery" in task else 2)  # from below no slip can end in the hole beside it
 
 
-@settings(max_examples=25)
-@given(st.sampled_from(["4x4", "8x8", "lakes", "lakes2", "random4", "random8"]), st.data())
-def test_the_value_of_any_cell_is_gamma_to_its_distance(layout, data):
-    task = data.draw(st.sampled_from(frozenlake.tasks(layout)))
-    lake = frozenlake.load(task)
-    q, found = frozenlake.q_star(lake, 0.8), distances(["".join(row) for row in lake.desc.astype(str)])
-    for (row, column), d in found.items():
-        if d:
-            assert q[row * lake.ncol + column].max() == pytest.approx(0.8 ** (d - 1), abs=1e-9)
-    assert (q.max(1) > 0).sum() == len(found) - 1
-
-
 @pytest.mark.parametrize(("layout", "sizes"), [("8x8", (22, 11, 20)), ("lakes2", (118, 59, 117))])
 def test_tasks_are_all_cells_that_reach_the_goal_once(layout, sizes):
     maps = {f"lakes/{number}": generate_random_map(4, seed=number) for number in range(24, 48)}
@@ -61,7 +49,7 @@ def test_tasks_are_all_cells_that_reach_the_goal_once(layout, sizes):
     assert len({tuple(generate_random_map(4, seed=int(t.split("/")[1]))) for t in random}) == 1000  # in no two splits
 
 
-@pytest.mark.parametrize("layout", ["8x8", "lakes", "random8"])
+@pytest.mark.parametrize("layout", ["8x8", "lakes2", "random8"])
 def test_the_expert_walks_a_shortest_path(layout):
     env = envs.make("frozenlake", map=layout, stray=0)
     for task in env.task_ids("test")[:20]:

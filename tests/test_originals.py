@@ -1,7 +1,6 @@
 """The originals' own classes on our engines: against their recordings, against alfworld itself, and on bundled data."""
 
 import bisect
-import itertools
 import json
 import random
 import re
@@ -155,38 +154,27 @@ def test_a_batch_steps_side_by_side_and_a_done_game_stands_still(made):
     short = AlfredTWEnv(config(made, max_steps=2)).init_env(batch_size=1)
     short.reset()
     assert [short.step(["look"])[2] for _ in range(2)] == [(False,), (True,)]
-    with pytest.raises(ValueError, match="zip"):
-        env.step(["look"])
     with pytest.raises(AssertionError, match="list of commands"):
         short.step("l")
 
 
-def test_what_alfworlds_class_leaves_out_or_refuses(made, tmp_path):
-    few = shutil.copytree(made / "json_2.1.1/train", tmp_path / "json_2.1.1/train").parents[1]
-    games = AlfredTWEnv(config(few)).game_files
-    file = Path(games[0])
+def test_what_alfworlds_class_leaves_out_or_refuses(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))  # test_docs.py plays without it
+    shutil.copytree(made / "json_2.1.1/train", tmp_path / "json_2.1.1/train")
+    few = AlfredTWEnv(config(tmp_path))
+    file = Path(few.game_files[0])
     file.write_text(file.read_text().replace('"solvable": true', '"solvable": false'))
-    assert games[0] not in AlfredTWEnv(config(few)).game_files
+    assert str(file) not in AlfredTWEnv(config(tmp_path)).game_files
     file.write_text(file.read_text()[:2000])
     with pytest.raises(UserError, match="may be truncated"):
-        AlfredTWEnv(config(few))
+        AlfredTWEnv(config(tmp_path))
     with pytest.raises(UserError, match="domain_randomization"):
-        AlfredTWEnv(config(few, randomization=True))
-    missing = AlfredTWEnv(config(few, task_types=[1, 2, 4, 5, 6]))
-    missing.game_files = [f"{few}/game.tw-pddl"]
+        AlfredTWEnv(config(tmp_path, randomization=True))
+    few.game_files[:] = [f"{tmp_path}/game.tw-pddl"]
     with pytest.raises(UserError, match=r"game.tw-pddl can't be read"):
-        missing.init_env(1).reset()
-    with pytest.raises(UserError, match="no games of the types"):
-        AlfredTWEnv(config(few), "eval_in_distribution")
-
-
-def test_games_without_the_variable_are_the_bundled_ones(made, monkeypatch):
-    monkeypatch.setattr("data.make_alfworld.ensure", lambda seed, where: made)
-    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
-    assert AlfredTWEnv(config("$ALFWORLD_DATA")).num_games == 12
-    monkeypatch.setenv("ALFWORLD_DATA", str(made.parent))
-    with pytest.raises(UserError, match=f"{made.parent}/json_2.1.1/train: no games"):
-        AlfredTWEnv(config("$ALFWORLD_DATA"))
+        few.init_env(1).reset()
+    with pytest.raises(UserError, match=f"{tmp_path}/json_2.1.1/valid_seen: no games of the types"):
+        AlfredTWEnv(config("$ALFWORLD_DATA"), "eval_in_distribution")
 
 
 # ---------------------------------------------------------------------------------------------------------- WebShop
@@ -246,13 +234,10 @@ def test_the_file_of_products_that_is_named_is_read_or_the_first_of_it(tmp_path)
         (tmp_path / f"{name}.json").write_text(json.dumps(products[:count]))
     for name in ("items_ins_v2", "items_human_ins", "items_ins_v2_1000"):
         (tmp_path / f"{name}.json").symlink_to(made / f"{name.removesuffix('_1000')}.json")
-    whole, few, alone = (
-        WebAgentTextEnv("text", file_path=tmp_path / f"{name}.json", num_products=number)
-        for name, number in (("items_shuffle", None), ("items_shuffle", 30), ("items_shuffle_1000", None))
-    )
-    assert [len(env.server.shop.products) for env in (whole, few, alone)] == [60, 30, 30]
-    assert [*few.server.goals] == [*alone.server.goals] and few.reset(session=3) == alone.reset(session=3)
-    assert few.step("search[shirt for men]") == alone.step("search[shirt for men]")
+    asked = ("items_shuffle", None), ("items_shuffle", 30), ("items_shuffle_1000", None)
+    shops = [WebAgentTextEnv("text", file_path=tmp_path / f"{name}.json", num_products=n) for name, n in asked]
+    assert [len(env.server.shop.products) for env in shops] == [60, 30, 30]
+    assert [*shops[1].server.goals] == [*shops[2].server.goals]
     for missing in ("items_shuffle_2.json", "nowhere/items_shuffle.json"):
         with pytest.raises(UserError, match=f"{missing}: found none of"):
             WebAgentTextEnv("text", file_path=tmp_path / missing)
@@ -286,13 +271,10 @@ def test_a_session_keeps_its_goal():
     goals = [goal["instruction_text"] for goal in env.server.goals]
     texts = [env.reset(session=name)[0] for name in (5, np.int64(6), 5, "5")]
     assert [goals[i] in text for i, text in zip((5, 6, 5, 5), texts, strict=True)] == [True] * 4
-    named = env.reset(session="someone")
-    assert [env.reset(session="someone") for _ in range(3)] == [named] * 3
+    assert len({env.reset(session="someone")[0] for _ in range(4)}) == 1
     other = WebAgentTextEnv("text", server=env.server, session_prefix="x")
     assert env.reset(session=7) == other.reset(session=7) and other.session == "x7"
     assert other.reset(session="5")[0] != texts[0]  # x5 is a new name
-    with pytest.raises(IndexError):
-        env.reset(session=len(goals))
 
 
 def test_goals_by_their_weight_as_the_original_draws_them():
@@ -306,17 +288,11 @@ def test_goals_by_their_weight_as_the_original_draws_them():
         rng.choices(string.ascii_lowercase, k=10)
         assert goal == min(bisect.bisect(weights, rng.uniform(0, weights[-1])), len(weights) - 2)
     assert len(set(drawn)) > 10
-    assert all(a < b for a, b in itertools.pairwise(weights))
 
 
 def test_what_webshops_class_refuses():
-    for mode in ("html", "text_rich", "url"):
-        with pytest.raises(UserError, match=f"observation_mode='{mode}' is not supported"):
-            WebAgentTextEnv(observation_mode=mode)
-    with pytest.raises(UserError, match="observation_mode"):
-        WebAgentTextEnv()  # the original's default is html
+    with pytest.raises(UserError, match="observation_mode='html' is not supported"):
+        WebAgentTextEnv()  # the original's default
     for option in ("show_attrs", "get_image", "num_prev_obs", "limit_goals", "filter_goals"):
         with pytest.raises(UserError, match=f"{option}=1 is not supported: choose"):
             WebAgentTextEnv("text", **{option: 1})
-    with pytest.raises(TypeError, match="color"):
-        WebAgentTextEnv("text", color=1)

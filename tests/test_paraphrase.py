@@ -1,9 +1,9 @@
-"""Wordings of a task: nothing that is asked changes; each candidate under its own; a server that fails in every way."""
+"""Wordings of a task: nothing that is asked changes; each candidate under its own; those of a server."""
 
 import re
 
 import pytest
-from fakes import json_server, run, started, stopped, word_chat
+from fakes import FakeEnv, json_server, run, started, stopped, word_chat
 
 import envs
 import q_search
@@ -46,22 +46,14 @@ def test_nothing_that_is_asked_changes():
             assert not limit or [float(amount) for amount in amounts] == [limit], text
 
 
-class Shop(envs.TextEnv):
-    """Two pages that both show the task, as WebShop's do."""
+class Shop(FakeEnv):
+    """Two pages that both show the task, as WebShop's do, behind candidate "c1"."""
 
-    name, instruction, max_steps = "shop", "shop", 2
-    info = {"task": TASK, "valid_actions": []}  # noqa: RUF012
+    def _look(self):
+        return f"page {TASK} end"
 
-    def valid_actions(self):
-        return []
-
-    def reset(self, *, seed=None, options=None):
-        self.steps = 0
-        return f"start {TASK} end", self.info
-
-    def step(self, action):
-        self.steps += 1
-        return f"page {TASK} end", 0.5 * (self.steps == 2), False, self.steps == 2, self.info
+    def _info(self):
+        return super()._info() | {"task": TASK}
 
 
 def guided(method: Method, trial: int, wordings: int):
@@ -80,7 +72,7 @@ def guided(method: Method, trial: int, wordings: int):
         return rephrased([request])[0]
 
     rephrased = Paraphrased(model, paraphrase, wordings)
-    steps, _ = run(q_search.episode(Shop(), "t", method, trial, word_chat().rendering), answer)
+    steps, _ = run(q_search.episode(Shop({"c1": {"c1": 0.5}}), "t", method, trial, word_chat().rendering), answer)
     return steps, scored, drawn
 
 
@@ -111,9 +103,8 @@ def test_trials_continue_with_further_wordings_and_start_again_after_the_last():
         assert {r.state.task for step in drawn for r in step} == {paraphrase(TASK, k) for k in indices}
 
 
-def test_server_that_fails_for_a_moment_or_for_good(monkeypatch):
-    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.0)
-    replies, seen = iter([(503, ""), (200, ' "one\n line" '), (200, ""), (404, "")]), []
+def test_a_servers_wording_is_one_line_and_the_task_itself_if_it_says_nothing():
+    replies, seen = iter([(200, ' "one\n line" '), (200, ""), (404, "")]), []
 
     def answer(body):
         seen.append(body)
@@ -122,7 +113,7 @@ def test_server_that_fails_for_a_moment_or_for_good(monkeypatch):
 
     http = started(json_server(answer))
     ask = by_server(http.url)
-    assert [ask(TASK, n) for n in range(3)] == [TASK, "one line", TASK]  # the last is of no words
+    assert [ask(TASK, n) for n in range(3)] == [TASK, "one line", TASK]
     assert seen[-1]["model"] == "first" and seen[-1]["messages"][0]["content"].endswith(TASK)
     with pytest.raises(UserError, match=r"--paraphrase-server.*404"):
         ask(TASK, 3)
