@@ -135,13 +135,6 @@ def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
     assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
 
 
-@pytest.mark.parametrize("learner", FLAGS)
-def test_the_environment_begins_as_the_agent_was_cloned(train, requests, tmp_path, learner):
-    cloned = save_agent(tmp_path / "sft", candidates="valid", instruction="find the purse this way")
-    train(learner, "run", 1, sft=cloned)
-    assert {request.state.messages[0] for request in requests} == {("user", "find the purse this way")}
-
-
 def test_a_group_of_one_is_refused(train):
     for flags in (["-M", "1"], ["-M", "4", "--advantage", "intra"]):
         with pytest.raises(UserError, match="one trajectory"):

@@ -7,30 +7,20 @@ from scipy import stats
 from experiments import plans
 from qlass import UserError
 
-UNITS = ("1", "2", "3")
+PLACE = {"environment": "lake", "split": "test", "agent": "a", "M": "1"}
 
 
-def rows(method: str, rewards: tuple, tokens: int, N: str = "1", select: str = "", agent: str = "a") -> list[dict]:
-    fields = {
-        "environment": "lake",
-        "split": "test",
-        "agent": agent,
-        "method": method,
-        "M": "1",
-        "N": N,
-        "select": select,
-    }
-    cells = [
-        fields | {"seed": unit, "reward": reward, "tokens": tokens} for unit, reward in zip(UNITS, rewards, strict=True)
-    ]
-    return [*cells, fields | {"seed": "all", "reward": sum(rewards) / 3, "tokens": tokens}]
+def rows(method: str, rewards: tuple, tokens: int, N: str = "1", select: str = "") -> list[dict]:
+    """Of each unit, and of all."""
+    seeds = {"1": rewards[0], "2": rewards[1], "3": rewards[2], "all": sum(rewards) / 3}
+    fields = PLACE | {"method": method, "N": N, "select": select, "tokens": tokens}
+    return [fields | {"seed": seed, "reward": reward} for seed, reward in seeds.items()]
 
 
 def plan(family: str, method: str, minus: str, N: str = "1", select: str = "") -> dict:
-    side = {"agent": "a", "method": method, "M": "1", "N": "1", "select": ""}
+    side = PLACE | {"method": method, "N": "1", "select": ""}
     other = {"minus_agent": "a", "minus_method": minus, "minus_M": "1", "minus_N": N, "minus_select": select}
-    place = {"environment": "lake", "split": "test", "unit": "lake", "planned": "4"}
-    return {"family": family, **place, **side, **other}
+    return {"family": family, "unit": "lake", "planned": "4"} | side | other
 
 
 RESULTS = pd.DataFrame([
@@ -43,21 +33,15 @@ RESULTS = pd.DataFrame([
 
 
 def test_a_table_by_hand():
-    planned = [
-        plan("f", "qlass", "greedy"),
-        plan("f", "qlass", "best_of_n", "equal", "q"),
-        plan("g", "sample", "greedy"),
-    ]
-    first, second, third = plans.table(pd.DataFrame(planned), RESULTS).to_dict("records")
+    planned = [("f", "qlass", "greedy"), ("f", "qlass", "best_of_n", "equal", "q"), ("g", "sample", "greedy")]
+    table = plans.table(pd.DataFrame([plan(*fields) for fields in planned]), RESULTS)
+    first, second, third = table.to_dict("records")
     assert first["difference [95 %]"].startswith("+0.200 [") and first["above"] == "3 of 3"
-    assert (second["difference [95 %]"][:6], second["tokens"]) == ("+0.000", "100 / 110") and "N = 4" in second[
-        "comparison"
-    ]
+    assert (second["difference [95 %]"][:6], second["tokens"]) == ("+0.000", "100 / 110")
+    assert "N = 4" in second["comparison"]
     assert third["difference [95 %]"] == "not played" and third["p"] == ""
     p = stats.ttest_1samp([0.1, 0.2, 0.3], 0.0).pvalue
-    assert float(first["p"]) == pytest.approx(p, abs=1e-4) and float(first["over all"]) == pytest.approx(
-        2 * p, abs=2e-4
-    )
+    assert (float(first["p"]), float(first["over all"])) == pytest.approx((p, 2 * p), abs=2e-4)
 
 
 def test_holm_by_hand():

@@ -203,11 +203,7 @@ COPIES = [
     dict,
     lambda info: info | {"more": 1},
     lambda info: {"more": 1} | info,
-    lambda info: {**info},
-    lambda info: info.copy(),
     copy.copy,
-    lambda info: (copied := {}).update(info) or copied,
-    lambda info: dict(info.items()),
     lambda info: pickle.loads(pickle.dumps(info)),
     lambda info: json.loads(json.dumps(info)),
 ]
@@ -221,9 +217,6 @@ def test_a_copy_of_the_lazy_info_is_complete(how):
     copied = how(info)
     assert copied["valid_actions"] == ["wait"] == info["valid_actions"] and copied["score"] == 0.5
     assert len(asked) == (2 if how is copy.copy else 1)  # which is as lazy
-    assert "valid_actions" in info and len(info) == 2 and info.get("none") is None and "none" not in info
-    with pytest.raises(KeyError):
-        info["none"]
 
 
 def test_candidates_know_of_what_is_held_by_what_was_read_alone():
