@@ -77,9 +77,6 @@ def test_every_method_leaves_a_line_for_each_task(search, capsys):
             record = played[player, 1, 1, None, task]
             assert (record["reward"], record["n_steps"], record["env_steps"]) == (reward, steps, steps)
             assert record["tokens"] == {"prompt": 0, "generated": 0, "scored": 0}
-        for n in (2, 3):  # of the same trajectories
-            oracle, q = (played["best_of_n", 1, n, select, task]["reward"] for select in ("oracle", "q"))
-            assert oracle >= q
     assert capsys.readouterr().out.count("mean reward") == 17
 
 

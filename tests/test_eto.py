@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from fakes import FakeEnv, dump, tiny_lm, word_chat
+from test_bellman import node
 from torch.testing import assert_close
 
 from experiments import eto
@@ -55,11 +56,9 @@ def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
 
 
 def tree(*nodes, task="t"):
-    about = {"task_id": task, "observation": "x", "reward": 0}
-    root = {"nodes": len(nodes) + 1, "task": "find the purse", "messages": trajectory("left")["messages"][:3]}
-    lines = [(None, None, 0.5), *nodes]
-    tree = [about | {"node_id": i, "parent_id": at, "action": a, "q": q} for i, (at, a, q) in enumerate(lines)]
-    return [tree[0] | root, *tree[1:]]
+    messages = trajectory("left")["messages"][:3]
+    root = node(0, None, task_id=task, q=0.5, nodes=len(nodes) + 1, task="find the purse", messages=messages)
+    return [root, *(node(i, at, task_id=task, action=a, q=q) for i, (at, a, q) in enumerate(nodes, 1))]
 
 
 def test_the_best_sibling_is_preferred_to_each_that_is_worse_by_more_than_the_gap():

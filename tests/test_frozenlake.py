@@ -24,13 +24,14 @@ def distances(desc: list[str]) -> dict[tuple[int, int], int]:
     return found
 
 
+@pytest.mark.parametrize("steps", [1, 4, None])  # that are left; None: any number
 @pytest.mark.parametrize("task", ["4x4/00", "slippery-4x4/00"])
-def test_q_star_solves_the_bellman_equation_of_gymnasiums_table(task):
+def test_q_star_solves_the_bellman_equation_of_gymnasiums_table(task, steps):
     lake = frozenlake.load(task)
-    q = frozenlake.q_star(lake, gamma=0.9)
+    q, after = (frozenlake.q_star(lake, 0.9, left) for left in (steps, steps and steps - 1))
     for state in range(16):
         for action in range(4):
-            backup = sum(p * (r + 0.9 * (not done) * q[to].max()) for p, to, r, done in lake.P[state][action])
+            backup = sum(p * (r + 0.9 * (not done) * after[to].max()) for p, to, r, done in lake.P[state][action])
             assert q[state, action] == pytest.approx(backup, abs=1e-10)
     assert q[14].argmax() == (1 if "slippery" in task else 2)  # from below no slip can end in the hole beside it
 

@@ -14,7 +14,7 @@ from build_trees import tree_records
 from experiments.qval import __main__ as qval
 from experiments.qval import downstream, metrics, search, targets
 from experiments.qval.metrics import RHO
-from experiments.qval.points import Point, digest, exact, label, trajectory
+from experiments.qval.points import Point, digest, label, trajectory
 from experiments.qval.scorers import Call, Context, Decision, answer, entry
 from qlass import UserError
 from qlass.agent import load_policy
@@ -58,29 +58,6 @@ def test_replay_reproduces_every_hash(name, options):
         assert len(set(point.candidates)) == len(point.candidates) <= 4
     with pytest.raises(UserError, match="another state"):
         Point(**{**vars(points[0]), "hash": "0" * 16}).restore(env)
-
-
-def brute(env, cell, action, left, gamma):
-    """The expected return of the best play, by trying everything."""
-    value = 0.0
-    for probability, successor, reward, terminated in env.lake.P[cell][action]:
-        value += probability * reward
-        if not terminated and left > 1:
-            value += probability * gamma * max(brute(env, successor, a, left - 1, gamma) for a in range(4))
-    return value
-
-
-@pytest.mark.parametrize("slippery", [False, True])
-def test_exact_labels_are_value_iteration_within_the_steps_that_are_left(slippery):
-    env = envs.make("frozenlake", map="4x4", slippery=slippery, max_steps=4)
-    for task in env.task_ids("all"):
-        env.reset(options={"task_id": task})
-        start = env.snapshot()
-        for i, move in enumerate(("left", "down", "right", "up")):
-            assert exact(env, move, 0.95) == pytest.approx(brute(env, env.cell, i, 4, 0.95))
-        best = max(brute(env, env.cell, i, 3, 0.95) for i in range(4))
-        assert exact(env, "dance", 0.95) == pytest.approx(0.95 * best)
-        assert env.snapshot()[:3] == start[:3]
 
 
 def test_returns_by_hand():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from fakes import FakeEnv, Script, dump, run, word_chat
+from test_bellman import node
 
 import envs
 import sft
@@ -14,26 +15,21 @@ from qlass.files import read_jsonl
 from qlass.messages import State, parse_action
 
 
-def node(i, parent, action, reward=0.0, done=False, source="policy", depth=1):
-    return {"task_id": "t", "node_id": i, "parent_id": parent, "depth": depth, "action": action, "reward": reward,
-            "observation": f"saw {action}", "done": done, "source": source}  # fmt: skip
-
-
 def tree(*nodes):
-    root = node(0, None, None, source="root", depth=0)
-    root |= {"env": "fake", "task": "find", "nodes": 1 + len(nodes), "messages": [{"role": "user", "content": "start"}]}
-    return [root, *nodes]
+    messages = [{"role": "user", "content": "start"}]
+    root = node(0, None, env="fake", task="find", nodes=1 + len(nodes), messages=messages, source="root")
+    return [root, *({"source": "policy"} | other for other in nodes)]
 
 
 def test_best_branch_by_hand():
-    expert, fair = node(1, 0, "a", 1.0, True, source="expert"), node(3, 2, "b", 0.6, True, depth=2)
-    longer = [node(4, 0, "c"), node(5, 4, "d", depth=2), node(6, 5, "e", 0.6, True, depth=3)]
-    line = best_branch(tree(expert, node(2, 0, "a"), fair, *longer))
-    assert [m["content"] for m in line["messages"]] == ["start", "a", "saw a", "b"]
+    expert, fair = node(1, 0, 1.0, done=True, source="expert"), node(3, 2, 0.6, done=True, depth=2)
+    longer = [node(4, 0, depth=1), node(5, 4, depth=2), node(6, 5, 0.6, done=True, depth=3)]
+    line = best_branch(tree(expert, node(2, 0, depth=1), fair, *longer))
+    assert [m["content"] for m in line["messages"]] == ["start", "Action: 2", "saw 2", "Action: 3"]
     assert (line["task_id"], line["env"], line["task"], line["reward"]) == ("t", "fake", "find", 0.6)
     assert best_branch(tree(expert)) is None
     # The agent continues from the expert's node: its own branch all the same.
-    assert best_branch(tree(node(2, 0, "a", source="expert"), fair))["reward"] == 0.6
+    assert best_branch(tree(node(2, 0, source="expert"), fair))["reward"] == 0.6
 
 
 def line(text, reward):
@@ -136,7 +132,7 @@ def test_rejection_sampling_goes_on_and_a_finished_one_plays_nothing(stage, tmp_
 
 
 def test_the_trees_best_branches(stage, tmp_path):
-    (tmp_path / "trees.jsonl").write_text(dump(tree(node(1, 0, "a", 1.0, True))))
+    (tmp_path / "trees.jsonl").write_text(dump(tree(node(1, 0, 1.0, done=True))))
     stage("--method", "tree")
     assert [line["task_id"] for line in read_jsonl(tmp_path / "self_train-tree.jsonl")] == ["mine0", "mine1", "t"]
     assert not stage.loaded

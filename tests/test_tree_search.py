@@ -180,8 +180,6 @@ def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, agent, val
     assert len(results.read_results([("", out)])) == len(players) == 5
 
 
-# ------------------------------------------------------------------------------------------------------------- retry
-
 TRIALS = ["left left", "right left", "right right right", "left right left"]  # rewards 0, .4, 1, .5
 Q = [0.3, 0.8, 0.7, 0.1]  # what QNet thinks of them
 

@@ -91,30 +91,23 @@ def forked(*calls):
     return [process.exitcode for process in processes]
 
 
-def test_a_build_that_was_killed_is_done_anew(crowd, tmp_path, monkeypatch):
-    folder = shutil.copytree(crowd, tmp_path / "data")
+def test_a_build_that_was_killed_is_done_anew_and_once_by_several_processes(crowd, tmp_path, monkeypatch):
+    log, build = tmp_path / "log", store.build
 
     def killed():
         search.Indexer.finish = lambda self, rank: os._exit(9)
-        store.open_store(folder, cache=folder)
-
-    assert forked(killed) == [9] and len([*folder.glob(".webshop-*/products")]) == 1
-    assert len(store.open_store(folder, cache=folder).products) == 300
-    assert not [*folder.glob(".webshop-*/products")] and len([*folder.glob("webshop-*")]) == 1
-
-
-def test_two_processes_build_one_store(crowd, tmp_path, monkeypatch):
-    """Each appends to a file when it builds."""
-    log, build = tmp_path / "log", store.build
+        store.open_store(crowd, cache=tmp_path)
 
     def told(*args):
         with open(log, "a") as file:
             file.write("built\n")
         build(*args)
 
+    assert forked(killed) == [9] and len([*tmp_path.glob(".webshop-*/products")]) == 1
     monkeypatch.setattr(store, "build", told)
     codes = forked(*[lambda: os._exit(len(store.open_store(crowd, cache=tmp_path).products) % 256)] * 3)
     assert codes == [300 % 256] * 3 and log.read_text() == "built\n"
+    assert not [*tmp_path.glob(".webshop-*/products")] and len([*tmp_path.glob("webshop-*")]) == 1
 
 
 def test_where_no_store_can_be_written(crowd, tmp_path):
