@@ -33,7 +33,6 @@ def env(made) -> ALFWorldEnv:
 
 @pytest.mark.parametrize("kind", [task.folder for task in make_alfworld.TASKS])
 def test_side_by_side_with_textworld(made, kind):
-    """Random and expert actions mixed, one generated game of each type."""
     pytest.importorskip("textworld", reason="pip install -r requirements-alfworld.txt")
     ours, theirs = (envs.make("alfworld", data=made, engine=engine) for engine in ("python", "textworld"))
     task_id = next(t for t in ours.task_ids("valid_unseen") if kind in t)
@@ -68,7 +67,6 @@ def kitchen(lies: str, task: int = 3, o: str = "Apple", target: str = "CounterTo
 
 
 def walk(game, commands: str):
-    """The texts, and the last state, of commands that are separated by semicolons."""
     state, texts = game.start, []
     for command in commands.split(";"):
         state, text = game.step(state, command.strip())
@@ -253,7 +251,6 @@ def test_the_expert_acts_on_what_it_was_shown(env, data):
 
 
 def write(folder, **texts):
-    """Training games of these texts, by the names of their trials."""
     for trial, text in texts.items():
         path = folder / "json_2.1.1/train/a" / trial / "game.tw-pddl"
         path.parent.mkdir(parents=True)
@@ -266,7 +263,6 @@ PEOPLE = ["Put the washed fruit away", "put a apple on the countertop.", "put a 
 
 @pytest.mark.parametrize("sentence", [*PEOPLE, "Place a clean apple on the countertop."])
 def test_a_task_in_an_annotators_words_is_played_for_the_goal_and_without_thoughts(made, tmp_path, sentence):
-    """No thought tells how the goal reads a sentence that does not say it."""
     game = kitchen(APPLE, task=2)
     assert told(game.goal, game.task) and game.goal.kind == "clean"
     ours = next(p for p in made.rglob("game.tw-pddl") if "pick_clean" in str(p)).read_text()

@@ -76,7 +76,6 @@ def grown_trees(draw) -> list[dict]:
 
 
 def paths_below(tree: list[dict], start: int) -> list[list[dict]]:
-    """Every way from a node down to a leaf, the node included."""
     children = [n["node_id"] for n in tree if n["parent_id"] == start]
     return [[tree[start], *path] for c in children for path in paths_below(tree, c)] or [[tree[start]]]
 
@@ -98,8 +97,6 @@ def test_all_targets_equal_brute_force_whatever_the_names_of_nodes(tree, gamma, 
 
 @pytest.fixture
 def label(tmp_path):
-    """The command: these trees, to a file of that name; returns its lines."""
-
     def run(tree: list[dict], *flags: str, out: str = "labels.jsonl") -> list[dict]:
         (tmp_path / "trees.jsonl").write_text(dump(tree))
         bellman.main(["--trees", str(tmp_path / "trees.jsonl"), "--out", str(tmp_path / out), *flags])

@@ -14,8 +14,6 @@ from qlass.runs import meta_of
 
 
 class World(FakeEnv):
-    """Two types of task, by turns."""
-
     instruction = "walk left or right, or click[what you see]"
 
     def task_type(self, task_id: str) -> str:
@@ -168,7 +166,6 @@ def test_what_is_plain_stays(text):
         ({"content": [{"type": "thinking"}, {"type": "text", "text": "Action: left"}]}, "stop", "Action: left", 0),
         ({"content": None, "refusal": "I will not"}, "stop", "I will not", 0),
         ({"content": "", "reasoning_content": "hm"}, "length", "", 5),
-        ({"content": None, "reasoning_content": "hm"}, "stop", "", 5),
         ({"content": "<think>Action: right"}, "length", "", 5),
         ({"content": "Thought: I may go to"}, "length", "Thought: I may go to", 5),
     ],

@@ -288,8 +288,6 @@ def test_a_class_with_changing_parts_may_keep_the_rules(kind):
 
 
 class Maze(Switches):
-    """Whose constructor takes options, and swallows one."""
-
     name, side_by_side = "maze", 2
 
     def __init__(self, size: int, rate: float = 0.5, level: str = "1", max_steps: int | None = 5, deep: bool = False):
@@ -299,8 +297,6 @@ class Maze(Switches):
 
 
 class Fragile(Switches):
-    """Which fails in one task, at one action."""
-
     name = "fragile"
 
     def step(self, action):

@@ -123,7 +123,6 @@ def start(fake_world, agent, tmp_path):
 
 
 def test_it_learns_from_siblings(start):
-    """The labels prefer "right" everywhere: so does the agent then."""
     labelled = tree((0, "Action: left", 0.0), (0, "Action: right", 1.0))
     flags = ["--lr", "0.003", "--val", "1", "--batch-tasks", "1", "--budget", "400", "--every", "100"]
     lines = start("q_labels.jsonl", labelled, *flags, "--pairs", "siblings")

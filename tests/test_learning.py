@@ -34,7 +34,6 @@ def train(fake_world, agent, tmp_path):
 
 @pytest.fixture
 def requests(monkeypatch):
-    """What is asked of a policy."""
     asked, sample = [], FastPolicy.sample
     monkeypatch.setattr(FastPolicy, "sample", lambda self, batch: asked.extend(batch) or sample(self, batch))
     return asked

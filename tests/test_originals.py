@@ -46,16 +46,14 @@ def test_each_public_name_is_given_or_refused(made):
 
 
 def config(folder, max_steps=50, task_types=(1, 2, 3, 4, 5, 6), games=-1, randomization=False):
-    """What alfworld's base_config.yaml says of the text engine."""
-    limits = {"training": {"max_nb_steps_per_episode": max_steps}}
     splits = {"data_path": "train", "eval_id_data_path": "valid_seen", "eval_ood_data_path": "valid_unseen"}
     paths = {key: f"{folder}/json_2.1.1/{split}" for key, split in splits.items()}
     env = {"goal_desc_human_anns_prob": 0, "task_types": list(task_types), "domain_randomization": randomization}
     return {
         "dataset": paths | {"num_train_games": games, "num_eval_games": games},
-        "env": env | {"type": "AlfredTWEnv", "expert_type": "handcoded"},
+        "env": env | {"expert_type": "handcoded"},
         "general": {"training_method": "dqn"},
-        "rl": limits,
+        "rl": {"training": {"max_nb_steps_per_episode": max_steps}},
     }
 
 
@@ -97,7 +95,6 @@ def test_recorded_walks_through_alfworlds_class_and_ours(grammar, tmp_path):
 
 
 def test_side_by_side_with_alfworlds_class(tmp_path):
-    """The order of games and each return, to the character and the type."""
     pytest.importorskip("alfworld", reason="pip install -r requirements-alfworld.txt")
     from alfworld.agents.environment.alfred_tw_env import AlfredTWEnv as Original
 

@@ -33,7 +33,6 @@ MODELS = {  # by model type: what its config needs besides
 
 
 def tiny(name: str) -> torch.nn.Module:
-    """A random checkpoint of this model type, in evaluation mode."""
     kind = type(transformers.AutoConfig.for_model(name))
     known = kind().to_dict()
     torch.manual_seed(0)

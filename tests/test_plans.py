@@ -11,7 +11,6 @@ PLACE = {"environment": "lake", "split": "test", "agent": "a", "M": "1"}
 
 
 def rows(method: str, rewards: tuple, tokens: int, N: str = "1", select: str = "") -> list[dict]:
-    """Of each unit, and of all."""
     seeds = {"1": rewards[0], "2": rewards[1], "3": rewards[2], "all": sum(rewards) / 3}
     fields = PLACE | {"method": method, "N": N, "select": select, "tokens": tokens}
     return [fields | {"seed": seed, "reward": reward} for seed, reward in seeds.items()]

@@ -38,7 +38,6 @@ def root(env, task="val0"):
 
 
 def played(generator, policy=None):
-    """What a generator returns; its requests for samples are answered by `policy`."""
     (value,) = drive([generator], {Call: answer, Sample: lambda requests: [policy(r) for r in requests]})
     return value
 

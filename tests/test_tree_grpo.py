@@ -68,7 +68,6 @@ def trajectory(reward, *observations, tree=0):
 
 
 def trees_of(rewards):
-    """Trees of trajectories with one decision each."""
     return [trajectory(reward, "start", tree=i) for i, tree in enumerate(rewards) for reward in tree]
 
 
@@ -123,7 +122,6 @@ def plain_choices(model, chat, decision):
 
 @pytest.fixture(params=["valid", "free"])
 def world(request):
-    """An agent, its trees, and a reference and an older agent that are others than it."""
     chat = word_chat(candidates=request.param, temperature=1.0, max_new_tokens=7)
     # Weights small enough that all actions are drawn.
     model, old, reference = (tiny_lm(chat, seed, initializer_range=0.15) for seed in range(3))

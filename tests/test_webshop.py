@@ -160,13 +160,6 @@ def test_cleaning(shop):
     assert (lamp.price_tag, lamp.prices, jumper.options) == ("$100.0", (100.0,), {})
 
 
-@pytest.mark.parametrize("action", ["", "buy now", "Click[next >]", "click[wine]", "search[a[b]]"])
-def test_what_is_not_valid_changes_nothing_but_counts_a_step(shop, action):
-    env = shop()
-    page = play(env, "search[shirt]")
-    assert env.step(action)[:4] == page[:4] and env.steps == 2
-
-
 CHOSEN = ["search[cotton]", "click[b000000001]", "click[x-large]", "click[wine]"]
 LAMP_SHOWN = ["search[lamp] for the desk", "click[C000000003] "]  # text behind the last bracket is ignored
 
@@ -242,12 +235,6 @@ def test_nouns_of_a_title(shop):
     rule = ["vintage", "pack", "men", "t", "shirt", "navy", "red", "size", "xl", "home", "office"]
     product = shop().shop.products[0]
     assert webshop.noun_finder(None)(dataclasses.replace(product, title=title)) == rule
-
-
-def test_the_last_allowed_step_may_buy_and_running_out_gives_nothing(shop):
-    env = shop(max_steps=3)
-    assert play(env, "search[cotton]", "click[b000000001]", "click[buy now]")[1:4] == (pytest.approx(0.6), True, False)
-    assert play(env, "search[cotton]", "click[b000000001]", "click[wine]")[1:4] == (0.0, False, True)
 
 
 def test_candidates_of_the_start_page_come_from_the_instruction_alone():

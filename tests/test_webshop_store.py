@@ -83,7 +83,6 @@ def test_a_store_is_made_once_for_its_sources(crowd, tmp_path, monkeypatch):
 
 
 def forked(*calls):
-    """The exit codes of these calls, in processes side by side."""
     processes = [multiprocessing.get_context("fork").Process(target=call) for call in calls]
     for act in ("start", "join"):
         for process in processes:
