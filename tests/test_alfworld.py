@@ -304,7 +304,6 @@ def test_published_demonstrations_name_their_games(env):
 
 
 def test_messages_of_the_other_grammar_are_put_into_the_games_own(env):
-    """The bundled games are of the newer one; what names no object stays as it is."""
     newer = "Thought: I put it in/on the desk.\nAction: move pen 1 to desk 2", "You move the pen 1 to the desk 2."
     older = "Thought: I put it in/on the desk.\nAction: put pen 1 in/on desk 2", "You put the pen 1 in/on the desk 2."
     assert tuple(map(env.in_own_words, older)) == newer == tuple(map(env.in_own_words, newer))

@@ -11,8 +11,7 @@ import pytest
 from reporting.stats import bootstrap, crossed, interval, paired_difference
 
 
-def series(values: dict) -> pd.Series:
-    """{(task, seed): value}"""
+def series(values: dict[tuple, float]) -> pd.Series:  # by task and seed
     return pd.Series(values, dtype=float)
 
 

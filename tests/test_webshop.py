@@ -7,7 +7,6 @@ import math
 import os
 import random
 from collections import Counter
-from math import log
 from pathlib import Path
 
 import numpy as np
@@ -244,13 +243,6 @@ def test_candidates_of_the_start_page_come_from_the_instruction_alone():
     assert webshop_data.queries(tea) == ["i need an odd long lasting green tea", "odd long lasting green tea"]
 
 
-def test_a_stored_length_is_lucenes_byte():
-    """SmallFloat.intToByte4 and back: 24 lengths exact, then four bits."""
-    for n, length in enumerate(webshop_search.stored_length(np.arange(20_000)).tolist()):
-        shift = max((n - 24).bit_length() - 4, 0) if n >= 24 else 0
-        assert length == 24 + ((n - 24) >> shift << shift)
-
-
 WORDS = st.lists(st.sampled_from(["red", "green", "shirts", "shirt", "the", "lamp", "hats", "5.5"]), max_size=8)
 
 
@@ -274,7 +266,7 @@ def test_bm25_against_the_formula(documents, query):
         score = 0.0
         for term, times in Counter(webshop_search.terms(" ".join(query))).items():
             df, tf = sum(term in other for other in bags), bag[term]
-            idf = log(1 + (len(bags) - df + 0.5) / (df + 0.5))
+            idf = math.log(1 + (len(bags) - df + 0.5) / (df + 0.5))
             score += times * idf * tf / (tf + 0.9 * (0.6 + 0.4 * sum(bag.values()) / average)) if tf else 0.0
         expected.append(score)
     found, scores = index.top(" ".join(query))

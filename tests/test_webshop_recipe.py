@@ -36,7 +36,6 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
     assert isinstance(env.shop.goals[0]["goal_options"], list), "people name values, not options"
     (tmp_path / "eto.json").write_text(json.dumps([eto(env, task) for task in env.task_ids("train")]))
 
-    # What the file says is what a stage meets: the same messages, turn for turn.
     expert = read(tmp_path / "eto.json", env)
     for task_id, state in zip(env.task_ids("train"), (demonstration.state for demonstration in expert), strict=True):
         observation, info = env.reset(options={"task_id": task_id})
