@@ -69,6 +69,7 @@ def add_training(parser: Parser, batch: str) -> None:
     text = "padded tokens in memory at once"
     parser.free("--micro-tokens", type=at_least(1), metavar="N", help=text)
     parser.free("--save-every", type=at_least(1), default=50, metavar="N", help="updates (50)")
+    parser.free("--log-with", choices=["wandb", "tensorboard", "trackio"], help="curves, live")
     add_memory(parser)
 
 

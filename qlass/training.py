@@ -132,6 +132,8 @@ class Training:
         self.accelerator = accelerate.Accelerator(
             mixed_precision="bf16" if dtype == torch.bfloat16 else "no",
             device_placement=False,
+            log_with=args.log_with,
+            project_dir=args.out.with_name(args.out.name + ".curves"),
             # The shell's variables must not divide the gradients again.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
@@ -144,6 +146,8 @@ class Training:
         self.lines: list[dict] = []  # of the log: one per update, one per epoch
         if there := sorted(self.states.glob("state-*.pt")):
             self.load(there[-1])
+        again = {"tensorboard": {"purge_step": self.step + 1}}  # or a stop's updates stand twice
+        self.accelerator.init_trackers("qlass", init_kwargs=again)
         self.began = time.perf_counter() - (self.lines[-1]["seconds"] if self.lines else 0)
         first = self.accelerator.is_main_process
         log = args.out.with_name(args.out.name + ".log.jsonl") if first else os.devnull
@@ -218,27 +222,30 @@ class Training:
         losses = [line["loss"] for line in self.lines if "lr" in line][self.starts[epoch - 1] :]
         line = {"epoch": epoch, "loss": sum(losses) / len(losses), **figures}
         (line,) = broadcast_object_list([line | {"validation": validation}])
-        self.write(self.step, line)
+        self.write(self.step, line, "epoch/")
         self.save()
 
     def finish(self) -> dict:
         """Give the model the best epoch's weights. Returns figures for the metadata."""
         self.bar.close()
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # no autocast, in place
-        update, epoch = self.lines[-2:]
+        for tracker in self.accelerator.trackers:  # `end_training` would end the processes too
+            tracker.finish()
+        (update, epoch), curve = self.lines[-2:], self.curve
         figures = {"steps": self.step, "tokens": update["tokens"], "seconds": epoch["seconds"]}
-        best = {"loss": self.curve[self.best - 1]["loss"], "best_epoch": self.best}
-        figures |= best | {"curve": self.curve}
+        figures |= {"loss": curve[self.best - 1]["loss"], "best_epoch": self.best, "curve": curve}
         if self.best < len(self.curve):
             self.load(self.state(self.starts[self.best]))
         return figures
 
-    def write(self, step: int, figures: dict) -> None:
-        """A line of the log."""
+    def write(self, step: int, figures: dict, kind: str = "update/") -> None:
+        """A line of the log; a tracker's curves begin with their kind."""
         seconds = round(time.perf_counter() - self.began, 3)
         self.lines.append({"step": step, "seconds": seconds, **figures})
         self.log.write(files.dumps(self.lines[-1]))
         self.log.flush()
+        told = (figures | figures.get("held_out", {})).items()
+        self.accelerator.log({kind + n: x for n, x in told if isinstance(x, int | float)}, step)
 
     def state(self, step: int) -> Path:
         return self.states / f"state-{step:08}.pt"

@@ -264,8 +264,8 @@ def training_settings(**more: Any) -> argparse.Namespace:
     """A stage's arguments as its loop reads them; each has an output of its own in the folder at hand."""
     settings = {"out": Path(f"out{next(RUNS)}"), "epochs": 6, "batch": 4, "lr": 3e-3, "optim": "adamw", "seed": 0,
                 "patience": 2, "save_every": 50, "device": None, "precision": None, "overwrite": False,
-                "micro_tokens": 10_000, "argv": [], "free": ["save_every", "micro_tokens"], "env": "fake",
-                "env_option": [], "env_files": None, "run": Path("run"), "debug": False}  # fmt: skip
+                "micro_tokens": 10_000, "log_with": None, "argv": [], "free": ["save_every", "micro_tokens"],
+                "env": "fake", "env_option": [], "env_files": None, "run": Path("run"), "debug": False}  # fmt: skip
     return argparse.Namespace(**settings | more)
 
 

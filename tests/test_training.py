@@ -103,6 +103,20 @@ def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp
     assert [line["score"] for line in logs[0] if "epoch" in line] == SCORES[:4]
 
 
+def test_tensorboard_has_each_update_once_also_after_a_stop(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    args = arguments(tmp_path, log_with="tensorboard", save_every=3)
+    with pytest.raises(Stopped):
+        fit(args, SCORES, 6)
+    fit(args, SCORES)
+    curves = reader.EventAccumulator(str(tmp_path / "model.curves" / "qlass")).Reload()
+    lines = list(read_jsonl(tmp_path / "model.log.jsonl"))
+    for kind, has in (("update", "lr"), ("epoch", "epoch")):
+        for name in ("loss", has):
+            told = [(line["step"], pytest.approx(line[name])) for line in lines if has in line]
+            assert [(x.step, x.value) for x in curves.Scalars(f"{kind}/{name}")] == told
+
+
 def test_another_run_does_not_continue_this_one(tmp_path):
     args, data = arguments(tmp_path, rank_weight=0), tmp_path / "data"
     args.out.mkdir()  # an empty folder waits for a checkpoint
