@@ -1,14 +1,13 @@
-"""An environment behind OpenEnv's server, for many clients at once; for verifiers see docs/verifiers.toml.
+"""An environment behind OpenEnv's server, for many clients at once (docs/engines.md has one); for verifiers see
+docs/verifiers.toml.
 
-python -m integrations.openenv --env alfworld --port 8000
-
-with GenericEnvClient(base_url="http://localhost:8000").sync() as client:
-    client.reset(split="test", index=0)  # or task_id=...; without an index any of the split, by default of train
-    client.step({"action": "look"})  # observation["text"], reward, done
+    python -m integrations.openenv --env alfworld --port 8000
 """
 
 import sys
 import threading
+import uuid
+from collections import ChainMap
 from typing import Any
 
 try:
@@ -29,6 +28,7 @@ from qlass.flags import Parser, at_least
 from qlass.runs import parse, run_stage
 
 ONE_AT_A_TIME = threading.Lock()  # sessions are threads, and players share what an engine keeps
+HELD = 1000  # snapshots per session
 
 
 class TextAction(Action):
@@ -41,43 +41,64 @@ class TextObservation(Observation):
 
 
 class Session(Environment):
-    """A client's own player. `players` are those that have begun: an HTTP /reset is none of the server's sessions."""
+    """A client's own player, and its snapshots, to which any session can go while this one is open.
+
+    `open_sessions`: those that have begun, with their snapshots; an HTTP /reset is none of the server's sessions.
+    """
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def __init__(self, world: envs.TextEnv, players: set[Any]) -> None:
+    def __init__(self, world: envs.TextEnv, open_sessions: dict[Any, dict[str, tuple]]) -> None:
         super().__init__()
-        self.env, self.players = world.fork(), players
+        self.env, self.open_sessions, self.snapshots = world.fork(), open_sessions, {}
         self.game, self.steps = TextGame(self.env), 0
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **options: Any) -> TextObservation:
+    def reset(
+        self, seed: int | None = None, episode_id: Any = None, snapshot: str | None = None, **options: Any
+    ) -> TextObservation:
+        """Begin a task, or go to a snapshot: the answer is the one that was given there."""
         with ONE_AT_A_TIME:
-            task_id, most = task_of(self.env, seed, options), self.env.side_by_side
-            if len(self.players - {self}) >= most:
+            if len(self.open_sessions.keys() - {self}) >= (most := self.env.side_by_side):
                 raise UserError(f"{self.env.name}: {most} episodes are open, and may be at once: close one")
-            self.players.add(self)
-            text, self.steps = self.game.reset(task_id, seed), 0
-        return TextObservation(text=text, instruction=self.env.instruction)
+            if snapshot is None:
+                text, self.steps = self.game.reset(task_of(self.env, seed, options), seed), 0
+                self.answer = TextObservation(text=text, instruction=self.env.instruction)
+            elif point := ChainMap(*self.open_sessions.values()).get(snapshot):
+                here, game, self.steps, self.answer = point
+                self.env.restore(here)
+                vars(self.game).update(game, env=self.env)
+            else:
+                raise UserError(f"no snapshot {snapshot}: a session holds its last {HELD}, until it closes")
+            self.open_sessions[self] = self.snapshots
+        return self.answer
 
     def step(self, action: TextAction, timeout_s: float | None = None) -> TextObservation:
         with ONE_AT_A_TIME:
             text = self.game.act(action.action)
         self.steps += 1
-        return TextObservation(text=text, reward=self.game.reward, done=self.game.over)
+        self.answer = TextObservation(text=text, reward=self.game.reward, done=self.game.over)
+        return self.answer
 
     @property
     def state(self) -> State:
         told = {name: self.game.info.get(name) for name in ("task_id", "task", "valid_actions")}
+        if self in self.open_sessions:
+            told["snapshot"] = uuid.uuid4().hex
+            with ONE_AT_A_TIME:
+                here, game = self.env.snapshot(), dict(vars(self.game))
+                self.snapshots[told["snapshot"]] = here, game, self.steps, self.answer
+                if len(self.snapshots) > HELD:
+                    del self.snapshots[next(iter(self.snapshots))]  # the oldest
         return State(step_count=self.steps, **told)
 
     def close(self) -> None:
-        self.players.discard(self)
+        self.open_sessions.pop(self, None)
         self.env.close()
 
 
 def application(world: envs.TextEnv) -> Any:
-    options, players = {"env_name": world.name, "max_concurrent_envs": world.side_by_side}, set()
-    return create_app(lambda: Session(world, players), TextAction, TextObservation, **options)
+    options, sessions = {"env_name": world.name, "max_concurrent_envs": world.side_by_side}, {}
+    return create_app(lambda: Session(world, sessions), TextAction, TextObservation, **options)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -118,7 +118,7 @@ def test_the_doors_open_as_the_page_says(monkeypatch):
     config["dataset"] = {"eval_ood_data_path": "$ALFWORLD_DATA/json_2.1.1/valid_unseen", "num_eval_games": -1}
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
     names = {"config": config}
-    alfworld, webshop = re.findall(r"```python\n(.*?)```", page, re.S)
+    _, alfworld, webshop = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(alfworld, names)
     assert len(names["observations"]) == 8 and names["dones"] == (False,) * 8
     exec(webshop, names)

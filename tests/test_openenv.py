@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,12 +70,36 @@ def test_clients_play_what_the_environment_plays(tmp_path):
             assert client.reset(seed=3).observation["text"] == client.reset(seed=3).observation["text"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["alfworld", "webshop"])
+def test_a_tree_grows_by_snapshots_from_another_process(tmp_path, name):
+    """The page's example, until it has 200 forks: each page is what its path leads to here."""
+    pytest.importorskip("openenv", reason="pip install -r requirements-integrations.txt")
+    page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(from openenv .*?)```", page, re.S)
+    command = [sys.executable, "-m", "integrations.openenv", "--env", name, "--run", str(tmp_path / "run")]
+    names = {}
+    with served(command, tmp_path / "log") as url:
+        exec(example.replace("http://localhost:8000", url), names)
+    tree, env = names["tree"], envs.make(name)
+    assert len(tree) > 200
+    for node in tree[1:]:
+        path = [node]
+        while path[0]["parent"]:
+            path.insert(0, tree[path[0]["parent"]])
+        env.reset(options={"task_id": env.task_ids("train")[0]})
+        for step in path:
+            text, reward, terminated, _, info = env.step(step["action"])
+        expected = {"text": text, "reward": reward, "done": terminated, "valid_actions": info["valid_actions"]}
+        assert {field: node[field] for field in expected} == expected
+
+
 @pytest.fixture
 def sessions(monkeypatch):
     """The server's door without OpenEnv: a function that opens a session, as the server does for each request."""
     pydantic = pytest.importorskip("pydantic")
     factory = {"create_app": lambda factory, *_, **__: factory, "Environment": type("Environment", (), {})}
-    kinds = {name: type(name, (pydantic.BaseModel,), {}) for name in ("Action", "State")}
+    kinds = {name: pydantic.create_model(name, __config__={"extra": "allow"}) for name in ("Action", "State")}
     kinds["Observation"] = pydantic.create_model("Observation", reward=(float | None, None), done=(bool, False))
     server = type(sys)("openenv.core.env_server")
     vars(server).update(factory | kinds)
@@ -81,6 +107,7 @@ def sessions(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "integrations.openenv", raising=False)
     door = importlib.import_module("integrations.openenv")
+    door.HELD = 3
     monkeypatch.delitem(sys.modules, "integrations.openenv")
     return lambda env: door.application(env)
 
@@ -107,3 +134,20 @@ def test_a_reset_of_another_request_ends_no_episode(sessions):
     first.reset(task_id="blue")
     first.close()
     assert begin().reset(task_id="red").text.startswith("Task: switch on red")
+
+
+def test_snapshots_fork_and_are_bounded_and_freed(sessions):
+    begin = sessions(Switches())
+    first, fork = begin(), begin()
+    first.reset(task_id="red")
+    before = first.state.snapshot
+    after = first.step(SimpleNamespace(action="switch red"))
+    ids = [first.state.snapshot for _ in range(3)]
+    with pytest.raises(UserError, match=f"no snapshot {before}: a session holds its last 3, until it closes"):
+        fork.reset(snapshot=before)
+    assert fork.reset(snapshot=ids[0]) == after and fork.state.step_count == 1
+    assert fork.step(SimpleNamespace(action="done")).reward == 1.0 and not first.game.over
+    assert first.reset(snapshot=fork.state.snapshot).done
+    first.close()
+    with pytest.raises(UserError, match="no snapshot"):
+        fork.reset(snapshot=ids[0])
