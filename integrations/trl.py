@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import envs
-from qlass.messages import parse_action
+from qlass.messages import State, parse_action, react
 
 HINT = "\n\nTake an action by calling the function act with it, one at a time.\n\n"
 
@@ -18,13 +18,15 @@ HINT = "\n\nTake an action by calling the function act with it, one at a time.\n
 class TextGame:
     """A player, of one episode after another. TRL offers the model each public method but reset and get_reward."""
 
+    state: State  # the dialogue as QNet reads it, of the actions alone
+
     def __init__(self, env: envs.TextEnv) -> None:
         self.env, self.info, self.over, self.reward = env, {}, True, 0.0
 
     def reset(self, task_id: str, seed: int | None = None, **row: Any) -> str:
         """The first observation of a row's task, which TRL adds to the prompt."""
         observation, self.info = self.env.reset(seed=seed, options={"task_id": task_id})
-        self.over, self.reward = False, 0.0
+        self.over, self.reward, self.state = False, 0.0, State.first(self.env, observation, self.info)
         return observation
 
     def act(self, action: str) -> str:
@@ -39,7 +41,9 @@ class TextGame:
         """
         if self.over:
             raise ValueError("the episode is over")
-        observation, reward, terminated, truncated, self.info = self.env.step(parse_action(action))
+        action = parse_action(action)
+        observation, reward, terminated, truncated, self.info = self.env.step(action)
+        self.state = self.state.then(react("", action), self.env.message(observation))
         self.over = terminated or truncated
         self.reward = self.env.outcome(reward, self.over)
         return observation

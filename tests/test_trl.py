@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from fakes import FakeEnv, chat_tokenizer, tiny_lm
+from fakes import FakeEnv, chat_tokenizer, tiny_backbone, tiny_lm
 
 import envs
 from integrations.trl import games, prompts
+from integrations.values import episode_reward, turn_values
 from qlass.chat import Chat, Rendering
+from qlass.messages import State
+from train_qnet import QNet
 
 CALL, CLOSE = '<tool_call>\n{"name": "act", "arguments": {"action": "', '"}}\n</tool_call>'
 MOVES = ["left", "down", "right", "up"]
@@ -18,6 +21,8 @@ def test_an_episode_through_the_class(monkeypatch):
     one, other = make(), make()
     assert one.reset(task_id="train1", prompt=[]) == other.reset(task_id="train2") == "you stand at start"
     assert one.act("Thought: hm\nAction: left") == "you stand at start left" and one.get_reward() == 0
+    env = FakeEnv()
+    assert one.state == State.first(env, *env.reset(options={"task_id": "train1"})).act(env, "Action: left")[0]
     assert [one.act("right"), one.act("left")][-1] == "you stand at start left right left" and one.get_reward() == 0.5
     assert other.act("left") == "you stand at start left"
     with pytest.raises(ValueError, match="the episode is over"):
@@ -56,7 +61,15 @@ def test_two_updates_of_the_real_trainer(tmp_path, monkeypatch):
 
     tokenizer = chat_tokenizer("chatml")
     tokenizer.add_tokens([CALL, CLOSE, *MOVES])
-    model = caller(Chat(tokenizer, Rendering()), tokenizer)
+    chat = Chat(tokenizer, Rendering())
+    model, qnet = caller(chat, tokenizer), QNet(tiny_backbone(chat, 3), chat, hidden=16)
+    reward, paid = episode_reward(qnet, mean=False), []
+
+    def last_q(environments, **_):
+        q = [turn_values(qnet, game.state.dump(), game.state.task)[0] for game in environments]
+        paid.append([values[-1] for values in q if values])  # of episodes with an action
+        return reward(environments)
+
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.chat_template = qwen3_chat_template
     before = {name: weight.clone() for name, weight in model.named_parameters()}
@@ -70,10 +83,12 @@ def test_two_updates_of_the_real_trainer(tmp_path, monkeypatch):
         logging_steps=1, bf16=False,
     )  # fmt: skip
     data, play = Dataset.from_list(prompts("frozenlake", **options)), games("frozenlake", **options)
-    how = {"processing_class": tokenizer, "train_dataset": data, "environment_factory": play}
+    how = {"processing_class": tokenizer, "train_dataset": data, "environment_factory": play, "reward_funcs": [last_q]}
     trainer = GRPOTrainer(model, args=settings, **how)
     trainer.train()
     first, second = [line for line in trainer.state.log_history if "reward" in line]
     assert len(played) > 16 and set(played) == set(MOVES)
-    assert first["tools/call_frequency"] > 1 and "rewards/TextGame/mean" in second
+    assert first["tools/call_frequency"] > 1 and {"rewards/TextGame/mean", "rewards/last_q/mean"} <= second.keys()
+    for line, q in zip((first, second), paid, strict=True):
+        assert line["rewards/last_q/mean"] == pytest.approx(sum(q) / len(q), abs=1e-4) and len(set(q)) > 1
     assert any((weight != before[name]).any() for name, weight in model.named_parameters())

@@ -1,0 +1,65 @@
+"""QNet's values in other trainers: Q of each of the agent's turns, as a reward of that turn or of the episode.
+
+    q, gains = turn_values(scorer(QNet.from_pretrained("runs/webshop/qnet")), messages)
+
+Messages are as QNet learned them: instruction, "OK", the first observation, then actions and observations in turns. The
+tiny model also needs the task's sentence, which verifiers and prime-rl have in `info["task_sentence"]`.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from qlass import UserError
+from qlass.batching import Score
+from qlass.messages import State
+
+
+def turn_values(qnet: Any, messages: list, task: str = "") -> tuple[list[float], list[float]]:
+    """Q(s, a) of each action, and its gain over the action before. The gains sum to the last Q."""
+    state = State.load([turn if isinstance(turn, dict) else vars(turn) for turn in messages], task)
+    turns, agreement = state.messages, getattr(qnet, "qnet", qnet).chat.rendering.agreement or "OK"
+    start = 3 if turns[0][0] == "system" else 2  # of the first observation
+    if turns[start - 1 : start] != (("assistant", agreement),):
+        raise UserError(f"messages begin with an instruction and {agreement!r}, as QNet learned them")
+    places = range(start + 1, len(turns), 2)
+    q = [value for [value] in qnet.score([Score(State(turns[:n], task), (turns[n][1],)) for n in places])]
+    return q, [after - before for before, after in pairwise([0.0, *q])]
+
+
+def episode_reward(qnet: Any, mean: bool = True) -> Callable[..., list[float | None]]:
+    """A reward function for TRL's trainer and `integrations.trl`: the mean Q of an episode's actions, or the last."""
+
+    def q_value(environments: list, **_: Any) -> list[float | None]:
+        episodes = [turn_values(qnet, game.state.dump(), game.state.task)[0] for game in environments]
+        return [(sum(q) / len(q) if mean else q[-1]) if q else None for q in episodes]
+
+    return q_value
+
+
+def step_reward(qnet: Any) -> Callable[..., Any]:
+    """A handler of verifiers' `@vf.step_reward`, or for `state.add_step_reward`: the gain of the turn just taken."""
+
+    async def gain(state: Any) -> float:
+        step, task = state["trajectory"][-1], (state.get("info") or {}).get("task_sentence", "")
+        return turn_values(qnet, [*step["prompt"], *step["completion"]], task)[1][-1]
+
+    return gain
+
+
+def turn_rewards(qnet: Any) -> Callable[..., Any]:
+    """A metric of a verifiers task that leaves Q of each sampled turn in `info["turn_rewards"]`.
+
+    The differences are taken by prime-rl's `turn_credit`, for which this is.
+    """
+
+    async def q_value(trace: Any) -> float:
+        values = {}
+        for branch in trace.branches:
+            turns = [id(node) for node in branch.nodes if node.sampled]
+            q, _ = turn_values(qnet, branch.messages, trace.info.get("task_sentence", ""))
+            values |= zip(turns, q[len(q) - len(turns) :], strict=True)  # those before are examples
+        trace.info["turn_rewards"] = [values[id(node)] for node in trace.nodes if node.sampled]
+        return trace.info["turn_rewards"][-1]
+
+    return q_value
