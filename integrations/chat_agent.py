@@ -19,10 +19,12 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import re
 import sys
 import threading
 from collections.abc import Generator, Sequence
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from qlass.flags import Parser, at_least
 from qlass.messages import State, react, uniforms
 from qlass.results import Episode, describe
 from qlass.runs import parse, run_stage
-from qlass.server import Server, side_by_side
+from qlass.server import Server
 from sft import demonstrate
 
 THOUGHT_END = re.compile(r"</think>|\[/THINK\]|<\|channel\|>final<\|message\|>")
@@ -80,46 +82,33 @@ class ChatAgent:
     """pi(a | s) of a chat model. It asks each question once, whatever stops it in between."""
 
     def __init__(self, server: Server, env: envs.TextEnv, answers: Path, args: argparse.Namespace) -> None:
-        self.server, self.env, self.args = server, env.fork(), args
+        """answers: the file of them, whose lock the caller holds."""
+        self.server, self.env, self.args, self.answers = server, env.fork(), args, answers
         self.instruction = env.instruction
         self.rendering = Rendering(temperature=args.temperature, max_new_tokens=args.max_new_tokens)
         self.front = 3 if env.system else 2  # messages before the first observation
-        self.train = env.task_ids("train") if args.examples else []
         self.examples = functools.cache(self._examples)
-        self.hold = contextlib.ExitStack()
-        self.hold.enter_context(files.locked(answers))
         if args.overwrite:
             files.discard(answers)
-        self.file = self.hold.enter_context(open(answers, "a+b"))  # noqa: SIM115
-        self.file.seek(0)
-        self.file.truncate(self.file.read().rfind(b"\n") + 1)  # what a stop cut
+        answers.touch()
+        os.truncate(answers, answers.read_bytes().rfind(b"\n") + 1)  # what a stop cut
         self.known = {record["request"]: record for record in files.read_jsonl(answers)}
-        self.lock, self.asked = threading.Lock(), 0
+        self.lock, self.left = threading.Lock(), threading.Semaphore(args.max_requests or 1 << 60)
         self.silent: set[str] = set()  # requests whose answers were cut, or have no action
 
     def sample(self, requests: list[Sample]) -> list[list[Answer]]:
-        prompts = []
+        jobs = []
         for r in requests:  # here: an environment is not for threads
             messages = list(r.state.messages)
-            prompts.append(messages[: self.front] + self.examples(r.key[0]) + messages[self.front :])
-        jobs = list(zip(requests, prompts, strict=True))
-        answers = side_by_side(self._answer_or_error, jobs, self.args.in_flight)
-        for error in answers:
-            if isinstance(error, UserError):
-                raise error
-        return [[answer] for answer in answers]
-
-    def _answer_or_error(self, job: tuple) -> Answer | UserError:
-        """The error is for later: first the other answers are in the file."""
-        try:
-            return self.answer(*job)
-        except UserError as error:
-            return error
+            jobs.append((r, messages[: self.front] + self.examples(r.key[0]) + messages[self.front :]))
+        with ThreadPool(self.args.in_flight) as pool:  # it raises an error when all others have answered
+            return [[answer] for answer in pool.starmap(self.answer, jobs, chunksize=1)]
 
     def _examples(self, task_id: str) -> list[tuple[str, str]]:
         """The turns of demonstrations for a task, of others than its subject."""
         kind, subject, number = self.env.task_type(task_id), self.env.subject(task_id), self.args.examples
-        alike = (t for t in self.train if self.env.task_type(t) == kind and self.env.subject(t) != subject)
+        train = self.env.task_ids("train") if number else []
+        alike = (t for t in train if self.env.task_type(t) == kind and self.env.subject(t) != subject)
         lines = [demonstrate(self.env, task)["messages"] for task in itertools.islice(alike, number)]
         if len(lines) < number:
             raise UserError(f"--examples {number}: there are {len(lines)} for a task such as {task_id}")
@@ -127,26 +116,21 @@ class ChatAgent:
 
     def answer(self, request: Sample, messages: list[tuple[str, str]]) -> Answer:
         """From the file or by the server; then it is in the file before anything can fail."""
-        body, key = self.args.body, (self.args.seed, *request.key)
+        key = (self.args.seed, *request.key)
         settings = {"temperature": request.temperature, "max_tokens": self.rendering.max_new_tokens}
         settings |= {"seed": int(uniforms(1, *key)[0] * 2**31), "stop": list(self.rendering.stop)}
-        settings = {name: value for name, value in settings.items() if name not in body}
-        settings["extra_body"] = {name: value for name, value in body.items() if value is not None}
+        settings = {name: value for name, value in (settings | self.args.body).items() if value is not None}
         question = repr((self.server.model, messages, settings, key))
         name = hashlib.blake2b(question.encode(), digest_size=16).hexdigest()
         if name not in self.known:
-            with self.lock:
-                if self.asked == self.args.max_requests:
-                    raise UserError(f"--max-requests {self.asked} are spent: the same command continues")
-                self.asked += 1
-            settings |= settings.pop("extra_body")
+            if not self.left.acquire(blocking=False):
+                raise UserError(f"--max-requests {self.args.max_requests} are spent: the same command continues")
             text, cut, usage, _ = self.server.chat(messages, **settings)
             if not usage["prompt_tokens"]:
                 raise UserError(f"{self.server.name}: its answers do not tell their usage of tokens")
-            with self.lock:
-                self.known[name] = {"request": name, "text": text, "usage": usage, "cut": cut}
-                self.file.write(files.dumps(self.known[name]).encode())
-                self.file.flush()
+            self.known[name] = {"request": name, "text": text, "usage": usage, "cut": cut}
+            with self.lock, open(self.answers, "a", encoding="utf-8") as file:
+                file.write(files.dumps(self.known[name]))
         return self.read(**self.known[name])
 
     def read(self, request: str, text: str, usage: dict, cut: bool = False) -> Answer:
@@ -220,9 +204,9 @@ def main(argv: list[str] | None = None) -> None:
     args.in_flight = args.in_flight or min(8, env.side_by_side)
     args.out = args.out or args.run / f"results_{model}.jsonl"
     answers = args.out.with_name(f"answers_{model}.jsonl")
-    agent = ChatAgent(server, env, answers, args)
     plan = [Variant("chat", N=n, select="oracle" if n > 1 else None, player=model) for n in args.N]
-    with agent.hold:
+    with files.locked(answers):
+        agent = ChatAgent(server, env, answers, args)
         results.play(args, env, tasks, plan, ChatPlayer(agent).play, {Sample: agent.sample})
     if agent.silent:
         problem = f"{len(agent.silent)} answers were cut by --max-new-tokens, or are only a thought"
