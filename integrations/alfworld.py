@@ -7,7 +7,6 @@ that is done repeats its last answer. `infos["extra.expert_plan"]` is left out: 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ import numpy as np
 from data import make_alfworld
 from environments import writable
 from environments.alfworld import games
-from integrations import leave_out
+from integrations import left_out
 from qlass import UserError
 
 PATHS = {"train": "data", "eval_in_distribution": "eval_id_data", "eval_out_of_distribution": "eval_ood_data"}
 TASK_TYPES = {1: "pick_and_place_simple", 2: "look_at_obj_in_light", 3: "pick_clean_then_place_in_recep"}
 TASK_TYPES |= {4: "pick_heat_then_place_in_recep", 5: "pick_cool_then_place_in_recep", 6: "pick_two_obj_and_place"}
-__getattr__ = leave_out("AlfredThorEnv AlfredHybrid AlfredInfos AlfredDemangler AlfredExpert AlfredExpertType")
+__getattr__ = left_out
 
 
 class AlfredTWEnv:
@@ -33,7 +32,7 @@ class AlfredTWEnv:
     to the bundled generator's games.
     """
 
-    __getattr__ = leave_out("collect_game_files get_game_logic game_logic is_solvable")
+    __getattr__ = left_out
 
     def __init__(self, config: dict[str, Any], train_eval: str = "train") -> None:
         if train_eval == "train" and config["env"].get("domain_randomization"):
@@ -59,13 +58,10 @@ class AlfredTWEnv:
 
 
 def is_solvable(path: str) -> bool:
-    """Read off the file's end: the whole of 3,553 games is 320 MB."""
-    with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - 20_000))
-        solvable = re.search(rb'"solvable":\s*(true|false)', file.read())
-    if solvable is None:
-        raise UserError(f"{path}: does not say whether it is solvable; the file may be truncated")
-    return solvable[1] == b"true"
+    problem = games.problem(path)
+    if problem not in (None, games.UNSOLVABLE):
+        raise UserError(f"alfworld: {path} {problem}")
+    return problem is None
 
 
 def shuffled(game_files: Sequence[str], seed: int | None) -> Iterator[str]:
@@ -79,7 +75,7 @@ def shuffled(game_files: Sequence[str], seed: int | None) -> Iterator[str]:
 class BatchEnv:
     """Games side by side; what it returns has an entry for each of them. max_steps: 0 for no limit."""
 
-    __getattr__ = leave_out("render request_infos batch_env last_commands obs")
+    __getattr__ = left_out
 
     def __init__(self, game_files: Sequence[str], batch_size: int, max_steps: int) -> None:
         self.gamefiles, self.batch_size, self.max_steps = game_files, batch_size, max_steps

@@ -22,10 +22,10 @@ from data import make_webshop
 from environments import writable
 from environments.webshop import engine
 from environments.webshop.store import Lazy
-from integrations import leave_out
+from integrations import left_out
 from qlass import UserError
 
-__getattr__ = leave_out("SimBrowser WebAgentSiteEnv app tag_visible")
+__getattr__ = left_out
 ONLY = {"observation_mode": "text", "filter_goals": None, "limit_goals": -1, "show_attrs": False, "get_image": 0}
 ONLY |= {"num_prev_obs": 0, "num_prev_actions": 0}
 KINDS = {"start": "", "results": "search_results", "item": "item_page", "done": "done"}  # of a URL
@@ -35,10 +35,7 @@ PARTS = {"description": "Description", "features": "Features", "reviews": "Revie
 class SimServer:
     """A shop, its goals, and a dictionary per session. Its random numbers are its own."""
 
-    __getattr__ = leave_out(
-        "all_products product_item_dict product_prices search_engine search_time render_time sample_time index "
-        "search_results item_page item_sub_page done receive get_page_name"
-    )
+    __getattr__ = left_out
     base_url, show_attrs = "http://127.0.0.1:3000", False
     assigned_instruction_text = property(lambda self: None)  # can't be assigned
 
@@ -69,10 +66,7 @@ class WebAgentTextEnv(gymnasium.Env):
     """file_path: WebShop's folder, or a file of products in it; None: the bundled catalogue. server: that of another
     environment, to share its sessions. kwargs: SimServer's, and goals, title_nouns and seed of engine.Shop."""
 
-    __getattr__ = leave_out(
-        "browser convert_html_to_text text_to_clickable get_image feats ids prev_obs prev_actions num_prev_obs "
-        "num_prev_actions"
-    )
+    __getattr__ = left_out
     base_url = SimServer.base_url
 
     def __init__(

@@ -22,6 +22,7 @@ TRAITS = ("openable", "opened", "pickupable", "cleanable", "heatable", "coolable
 TRAITS += ("isreceptacleobject",)
 FOLDERS = ("train", "valid_train", "valid_seen", "valid_unseen")
 SPLITS = ("val", *FOLDERS, "test", "all")
+UNSOLVABLE = "is marked as unsolvable"
 
 
 class BadGame(ValueError):
@@ -45,7 +46,7 @@ def load(path: str | Path) -> Game:
     if (solvable := data.get("solvable")) is None:  # the original skips those too
         raise BadGame("does not say whether it is solvable (alfworld-generate finds out)")
     if not solvable:
-        raise BadGame("is marked as unsolvable")
+        raise BadGame(UNSOLVABLE)
     return parse(problem, grammar, plan)
 
 
@@ -160,9 +161,9 @@ class Games:
             task_id = path.parent.relative_to(self.root).as_posix()
             if "movable" in task_id or "Sliced" in task_id:  # not among the six types; ALFWorld leaves them out too
                 continue
-            problem = _problem(path)
-            playable += [task_id] * (problem is None)
-            problems += [f"{path} {problem}"] * (problem is not None)
+            reason = problem(path)
+            playable += [task_id] * (reason is None)
+            problems += [f"{path} {reason}"] * (reason is not None)
         if problems:
             count = f"{len(problems)} of {len(problems) + len(playable)} games in {self.root / folder}"
             logging.getLogger("qlass").warning("skipped %s; the first: %s", count, problems[0])
@@ -195,10 +196,10 @@ class Games:
         return {pair: counts[pair] / number for pair, number in places.items()}
 
 
-def _problem(path: Path) -> str | None:
+def problem(path: str | Path) -> str | None:
     """What keeps a file from being played, judged by its bytes: loading them all would take seconds."""
     try:
-        text = path.read_bytes()
+        text = Path(path).read_bytes()
         if text.rstrip().endswith(b"}") and b'"solvable": true' in text[-20_000:] and b"(:goal" in text:
             return None
         load(path)
