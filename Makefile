@@ -36,5 +36,5 @@ $(VENV)/.installed: requirements.txt
 $(VENV)/.textworld: requirements-alfworld.txt $(VENV)/.installed  # the original ALFWorld engine: it compiles C++
 	$(BIN)/pip install -q -r requirements-alfworld.txt || echo "TextWorld did not install: its parity tests are skipped"
 	touch $@
-$(VENV)/.integrations: requirements-integrations.txt $(VENV)/.installed  # TRL and OpenEnv's server and client
+$(VENV)/.integrations: requirements-integrations.txt $(VENV)/.installed  # the tools behind the doors
 	$(BIN)/pip install -q -r requirements-integrations.txt && touch $@
