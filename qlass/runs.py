@@ -280,6 +280,7 @@ class Output:
         self.recipe = claim(path, args, inputs)
         self.started = time.time()
         self.records = self.read()
+        self.whole = n == 1 and not self.records  # this call makes all of it
 
     def read(self) -> list[dict]:
         """All groups that are done, each once, whoever made them."""
@@ -324,7 +325,7 @@ class Output:
         elif parts_of(self.path).exists() or not self.path.exists():
             self.records.sort(key=lambda record: place.get(self.key(record), -1))
             files.write_jsonl(self.path, self.records)
-            seconds = time.time() - self.started
+            seconds = time.time() - self.started if self.whole else None
             write_meta(self.path, self.args, self.recipe, self.inputs, seconds=seconds, **figures)
             shutil.rmtree(parts_of(self.path), ignore_errors=True)
         self.lock.close()
