@@ -61,6 +61,7 @@ class TextEnv(gymnasium.Env):
     """What every stage relies on; each environment overrides the part below the line."""
 
     name = ""
+    version = "0"  # of its rules and rewards: raise it when an outcome changes
     instruction = ""  # the first user message: what the environment is and how to answer
     agreement = "OK"  # the agent's answer to it
     system = ""  # a system message before it

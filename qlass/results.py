@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from qlass import UserError
+from qlass.agent import rendering_of
 from qlass.batching import Candidate, Models, drive
 from qlass.chat import Chat
 from qlass.files import warn
@@ -115,6 +117,18 @@ def identity(record: dict) -> tuple:
     return tuple(map(record.get, CONDITION))
 
 
+def protocol(args: argparse.Namespace, env: Any) -> dict[str, Any]:
+    """What the numbers of a file mean, as far as its lines do not tell it (data/README.md)."""
+    rendering, data = rendering_of(args.sft, args), dict(args.env_files or {})
+    apart = {"max_steps", *data}  # options with a field of their own
+    options = [text for text in args.env_option if text.partition("=")[0] not in apart]
+    data.pop("instruction", None)  # it is the agent's
+    world = {"environment": args.env, "version": env.version, "options": options, "data": data}
+    world |= {"max_steps": env.max_steps, "measure": "reward, 0 to 1; success is 1"}
+    tokens = "nominal" if rendering.candidates == "valid" else "real"
+    return world | {"temperature": rendering.temperature, "tokens": tokens}
+
+
 def play(
     args: argparse.Namespace,
     env: Any,
@@ -133,6 +147,11 @@ def play(
     settle_precision(args)
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     out = Output(args.out, args, identity, sft=args.sft, qnet=args.qnet, **inputs)
+    told = protocol(args, env)
+    begun = meta_of(args.out).get("protocol", told)["version"]
+    if begun != env.version:
+        versions = f"version {begun} of {env.name}, not {env.version}"
+        raise UserError(f"{args.out}: is of {versions}: name another --out")
     width, share = args.in_flight or env.side_by_side, set(my_share(tasks))
     shared = {"env": env.name, "split": args.split, "label": args.label}
 
@@ -152,7 +171,8 @@ def play(
             out.grow(games, str(method), len(share), len(share) - len(todo))
     cloned = bool(meta_of(args.sft)["recipe"])  # else it is a model as it came
     out.records = out.read()
-    out.finish([*chain(*keys.values())], leaks=leaks(env, out.records, args), cloned=cloned)
+    figures = {"leaks": leaks(env, out.records, args), "cloned": cloned, "protocol": told}
+    out.finish([*chain(*keys.values())], **figures)
     by_key = {identity(record): record for record in out.records}
     for method, task_of in keys.items():
         played = [by_key[key] for key in task_of if key in by_key]

@@ -46,6 +46,9 @@ def test_each_stage_leaves_its_file_and_how_it_came_about_and_the_next_one_means
         meta = meta_of(lake / name)
         assert meta["recipe"]["env"] == "frozenlake" and meta["versions"]["torch"]
         assert meta["inputs"] and all(len(meta["recipe"][name]) == 64 for name in meta["inputs"])
+    world = {"environment": "frozenlake", "version": "0", "options": ["map=4x4"], "data": {}, "max_steps": 40}
+    agent = {"temperature": 1.0, "tokens": "nominal"}
+    assert meta["protocol"] == world | {"measure": "reward, 0 to 1; success is 1"} | agent
     demonstrations = {r["task_id"]: r for r in read_jsonl(lake / "expert.jsonl")}
     trees, labels = list(read_trees(lake / "trees.jsonl")), list(read_trees(lake / "q_labels.jsonl"))
     assert {t[0]["task_id"] for t in trees} == set(demonstrations) and len(trees) == len(labels) == len(demonstrations)

@@ -5,6 +5,7 @@ The scripts run in a copy of their folder, with a `python` that only notes what 
 
 import functools
 import importlib
+import itertools
 import re
 import shlex
 import shutil
@@ -12,10 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 from string import Template
+from types import SimpleNamespace
 
 import pytest
 
 import bellman
+import q_search
+from qlass.results import protocol
 
 ROOT = Path(__file__).parents[1]
 SOURCED = {"common.sh", "table5.sh"}  # by the others
@@ -115,6 +119,32 @@ def test_hyperparameters_of_table_5(stage, script, depth, tree_steps, steps, spl
     assert {s.run for s in [sft, trees, bellman, qnet, *searches, *calls["report.py"]]} == {sft.run}
     assert any("qlass" in s.method and 2 in s.M and s.N == [1] for s in searches)
     assert {s.truncate for s in [trees, qnet, *searches]} == {None if script == "webshop" else "oldest"}
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "data", "limits", "M", "N"),
+    [
+        ("webshop", ["human_goals=true"], {"data", "split_file"}, {"test": 5}, {2, 4, 6}, {2, 4, 6, 8, 10}),
+        ("fig4", ["human_goals=true"], {"data", "split_file"}, {"test": 5}, (), ()),
+        ("sciworld", [], {"split_file"}, {"test_seen": 40, "test_unseen": 40}, {2}, {2, 4, 6}),
+        ("alfworld", [], {"data"}, {"valid_seen": 40, "valid_unseen": 40}, {2}, {2, 4, 6}),
+    ],
+)
+def test_protocols_of_the_paper(stage, script, options, data, limits, M, N):
+    calls = stages(stage(f"runs/paper/{script}.sh", ETO="/eto", WEBSHOP="/shop", ALFWORLD_DATA="/games"))
+    searches = [*calls["q_search.py"], *calls.get("experiments.compare", [])]
+    best_of_n = {f"best_of_n N={n} select={by}" for n in N for by in ("oracle", "q")}
+    plans = [map(str, q_search.methods(search)[name]) for search in searches for name in search.method]
+    assert {*itertools.chain(*plans)} == {"greedy", *(f"qlass M={m}" for m in M), *best_of_n}
+    assert {search.split: search.max_steps for search in searches} == limits
+    told = {"version": "0", "options": options, "data": dict.fromkeys(data, "content")}
+    told |= {"measure": "reward, 0 to 1; success is 1", "temperature": 0.7, "tokens": "real"}
+    for search in searches:
+        named = dict(option.split("=") for option in search.env_option)
+        search.sft, search.env_files = Path("-"), {name: "content" for name in named if named[name][0] == "/"}
+        world = SimpleNamespace(version="0", max_steps=search.max_steps)
+        assert protocol(search, world) == told | {"environment": search.env, "max_steps": search.max_steps}
+        assert (search.seed, search.limit, search.skip) == (0, 0, 0)
 
 
 def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):

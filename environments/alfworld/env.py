@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,10 @@ class ALFWorldEnv(TextEnv):
         )
         self.task_id, self.template = None, self.instruction  # no task yet
         self.instruction = self.template.replace("PUT", self.wordings[0])
+
+    @property
+    def version(self) -> str:
+        return TextEnv.version if self.engine == "python" else metadata.version("textworld")
 
     def split_ids(self, split: str) -> list[str]:
         return self.games.ids(split)

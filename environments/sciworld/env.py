@@ -6,6 +6,7 @@ import functools
 import random
 import re
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,10 @@ class SciWorldEnv(TextEnv):
                 self.instruction = self.instruction.replace(riding, walking)
         self.pool = simulator.simulators()
         self.pool.size = simulators
+
+    @property
+    def version(self) -> str:
+        return metadata.version("scienceworld")
 
     def split_ids(self, split: str) -> list[str]:
         ids = tasks.published_ids(self.split_file) if self.split_file else tasks.task_ids(self.tasks, self.balanced)
