@@ -14,6 +14,7 @@ looks at the environment's true reward before it answers is an "oracle": no agen
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -32,6 +33,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--run", type=Path, help=f"run folder (that of the first result file, or {DEFAULT_RUN})")
     add("--trees", type=Path, help="q_labels.jsonl or trees.jsonl to show (the run folder's)")
     add("--out", type=Path, help="the page; tables and figures go beside it (RUN/report.html)")
+    add("--protocol", action="store_true", help="only print what their numbers mean, for a paper")
     add("--expected", type=Path, help="CSV of ranges: says whether the rewards lie within them")
     return parser.parse_args(argv)
 
@@ -41,9 +43,12 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("HOME", tempfile.gettempdir())  # matplotlib asks for it
     from experiments.frontier import frontier
     from reporting import expected, figures, page, tables
-    from reporting.results import read_results, result_files
+    from reporting.results import protocol, read_results, result_files
 
     sources = list(result_files(args.results or [str(args.run or DEFAULT_RUN)]))
+    if args.protocol:
+        told = {str(source[1]): protocol(read_results([source])) for source in sources}
+        return print(json.dumps(told, indent=1, ensure_ascii=False))
     run = args.run or sources[0][1].parent
     out = args.out or run / "report.html"
     if out.suffix != ".html":

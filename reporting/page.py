@@ -41,7 +41,8 @@ def sections(groups: Sequence[Group], pictures: dict[str, dict[str, str]], warni
     rows = tables.headline(groups)
     everything = fold("All results", table(tables.results_table(groups)))
     types = fold("Results by type of task", table(tables.types_table(groups)))
-    results = [table(tables.results_table(rows)[tables.SHORT]), note(tables.ROWS_NOTE), everything, types]
+    notes = map(note, tables.notes(groups))
+    results = [table(tables.results_table(rows)[tables.SHORT]), *notes, everything, types]
     everything = fold("All paired differences in reward", table(tables.differences_table(groups)))
     differences = [table(tables.differences_table(rows)), note(tables.DIFFERENCES_NOTE), everything]
     parts = [section("results", "Results", *results)]

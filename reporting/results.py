@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ METHODS = {  # in the order of the table
     "mcts": "MCTS by QNet",
     "particles": "particles by QNet",
 }
-APART = 'name the runs apart: python report.py "first=PATH" "second=PATH"'
+APART = 'not one row: name the runs apart: python report.py "first=PATH" "second=PATH"'
+ALONE = "not one table: report on each alone"
 RESULT = ("task_id", "env", "method", "reward", "tokens")  # fields that a line must have
 UNTRAINED = ("oracle", "expert", "rule", "chat")  # methods that no training of ours changes
 COSTS = ("prompt", "generated", "scored")
@@ -148,18 +149,15 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     warnings = [] if warnings is None else warnings
     for label, path in sources:
         meta = meta_of(path)
-        files = meta["recipe"].get("env_files") or {}
-        data = json.dumps(sorted((n, sha) for n, sha in files.items() if n != "instruction")) if meta["recipe"] else ""
         for where, record in lines_of(path):
             own = meta.get("cloned") is False and record["method"] not in UNTRAINED
             name = ", ".join(filter(None, (label, "base agent" if own else "")))
-            rows.append(episode(record, name, path, where) | {"data": data})
+            rows.append(episode(record, name, path, where))
         if parts_of(path).exists():
             warnings.append(f"{path}: is being extended; what is new is read when that is complete")
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")
     table = pd.DataFrame.from_records(rows).astype({"M": "Int64", "N": "Int64"})
-    warnings += tell_data_apart(table)
     table = table.sort_values(["task", "seed"], kind="stable")  # the same report, whatever the order of the lines
     same = [*CONDITION, "task", "seed"]
     table = table.drop_duplicates([*same, "reward", "total"])
@@ -167,13 +165,13 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     for first, second in zip(twins[:1].itertuples(), twins[1:2].itertuples(), strict=True):
         places = f"{first.where} and {second.where}"
         subject = f"{first.method} for task {first.task}, seed {first.seed}"
-        raise UserError(f"{places}: two different results of {subject}: {APART}")
+        raise UserError(f"{places}: two different results of {subject}, {APART}")
     groups = []
     for key, episodes in table.groupby(CONDITION, dropna=False):
         conditions = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
         groups.append(Group(Condition(**conditions), episodes))
     groups.sort(key=lambda group: group.condition.order())
-    warnings += dict.fromkeys([*check_rows(groups), *tell_sizes(groups), *tell_unknown(groups)])
+    warnings += dict.fromkeys([*check_tables(groups), *check_rows(groups), *tell_unknown(groups)])
     for warning in warnings:
         warn(warning)
     return groups
@@ -193,6 +191,7 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
     split = record.get("split") or "test"
     return {
         "env": record["env"] if split == "test" else f"{record['env']} {split}",
+        "split": split,
         **{name: record.get(name) for name in ("method", "M", "N", "select", "player")},
         "label": ", ".join(filter(None, (label, record.get("label")))) or None,
         "task": str(record["task_id"]),
@@ -212,40 +211,64 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------------------- what one row may be made from
+# ---------------------------------------------------------------------------------------------- what a table is about
 
-WORLD = ("--env", "--env-option", "--max-steps")  # flags that all rows under one label share
-COUNTS = ("trees", "budget")  # figures that seeds share too: of flags that may change while an output grows
-
-
-def tell_data_apart(table: pd.DataFrame) -> Iterator[str]:
-    """Give results on different data environments of their own, as a task of one is not that of the other; say so."""
-    for env, rows in table.groupby("env"):
-        names = {data: f"{env}, data {i}" for i, data in enumerate(filter(None, rows["data"].unique()), 1)}
-        if len(names) > 1:
-            table.loc[rows.index, "env"] = rows["data"].map(names).fillna(env)
-            yield f"{env}: results on {len(names)} sets of data, which are not compared"
+AGENT = ("temperature", "tokens")  # fields of a protocol in which a table's rows may differ
 
 
-def tell_sizes(groups: Sequence[Group]) -> Iterator[str]:
-    """Rows of a table that are over different numbers of tasks."""
-    for env in dict.fromkeys(group.condition.env for group in groups):
-        sizes = sorted({group.reward.n for group in groups if group.condition.env == env})
+def tables_of(groups: Sequence[Group]) -> list[list[Group]]:
+    """The rows of each environment and split."""
+    return [list(rows) for _, rows in groupby(groups, lambda group: group.condition.env)]
+
+
+def protocol(groups: Sequence[Group]) -> dict[str, Any]:
+    """What the numbers of these rows mean: what their files' metadata and lines tell, several values as a list."""
+    episodes = pd.concat([group.episodes for group in groups])
+    told: dict[str, list] = {}
+    for path in episodes["file"].unique():
+        for name, value in meta_of(path).get("protocol", {"not told by": str(path)}).items():
+            if value not in told.setdefault(name, []):
+                told[name].append(value)
+    tasks = {}
+    for split, rows in episodes.groupby("split"):
+        ids = "".join(f"{task}\n" for task in sorted(rows["task"].unique()))
+        tasks[split] = {"n": rows["task"].nunique(), "sha256": hashlib.sha256(ids.encode()).hexdigest()[:16]}
+    shared = {name: values[0] if len(values) == 1 else values for name, values in told.items()}
+    methods, seeds = [str(group.condition) for group in groups], sorted(map(int, episodes["seed"].unique()))
+    return shared | {"tasks": tasks, "seeds": seeds, "methods": methods}
+
+
+def check_tables(groups: Sequence[Group]) -> Iterator[str]:
+    """UserError for a table of two protocols, or of tasks that are no part of another row's: a --limit leaves a fair
+    part. Yields rows over fewer tasks, and how many files tell no protocol."""
+    for rows in tables_of(groups):
+        env, most = rows[0].condition.env, max(rows, key=lambda group: len(group.blocks))
+        files = dict.fromkeys(path for group in rows for path in group.episodes["file"])
+        told = {path: meta_of(path)["protocol"] for path in files if "protocol" in meta_of(path)}
+        worlds = {path: {name: told[path][name] for name in told[path] if name not in AGENT} for path in told}
+        for (a, ours), (b, theirs) in pairwise(worlds.items()):
+            check_same(a, b, ours, theirs, env, ALONE)
+        if len(told) < len(files) > 1:
+            yield f"{env}: {len(files) - len(told)} of {len(files)} files tell no protocol: theirs may be another"
+        for group in rows:
+            if not group.blocks.keys() <= most.blocks.keys():
+                raise UserError(f"{env}: {most.condition} and {group.condition} with different tasks, {ALONE}")
+        sizes = sorted({group.reward.n for group in rows})
         if len(sizes) > 1:
             yield f"{env}: rows over {sizes[0]} tasks and over {sizes[-1]}: their means may differ by the tasks alone"
 
 
+# --------------------------------------------------------------------------------------- what one row may be made from
+
+COUNTS = ("trees", "budget")  # figures that seeds share too: of flags that may change while an output grows
+
+
 def check_rows(groups: Sequence[Group]) -> Iterator[str]:
-    """UserError names two files in one row whose agents, QNets or environments differ in more than their seed, or under
-    one label whose environments do. Yields what cannot be told."""
-    first: dict[tuple, Path] = {}
+    """UserError names two files in one row whose agents, QNets or environments differ in more than their seed. Yields
+    what cannot be told."""
     for group in groups:
         name, used = group.condition.name, models_of(group.condition)
         seeds = group.episodes.groupby("file")["seed"].agg(set)
-        for path in seeds.index:
-            other = first.setdefault((group.condition.env, group.condition.label), path)
-            worlds = [{flag: value for flag, value in lineage(p, ()).items() if flag in WORLD} for p in (other, path)]
-            check_same(other, path, *worlds, group.condition.env)
         for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
             flags = [lineage(path, used) for path in (a, b)]
             models = [{f"--{n} of one seed": meta_of(path)["recipe"].get(n) for n in used} for path in (a, b)]
@@ -258,12 +281,12 @@ def check_rows(groups: Sequence[Group]) -> Iterator[str]:
             check_same(a, b, *flags, name)
 
 
-def check_same(a: Path, b: Path, ours: dict[str, Any], theirs: dict[str, Any], subject: str) -> None:
+def check_same(a: Path, b: Path, ours: dict, theirs: dict, subject: str, mistake: str = APART) -> None:
     """UserError for flags of two files that differ, of those that both have."""
     for flag in ours:
         if flag in theirs and ours[flag] != theirs[flag]:
-            mistake = f"{subject} with different {flag} ({ours[flag]}, {theirs[flag]}), which is not one row"
-            raise UserError(f"{a} and {b}: {mistake}: {APART}")
+            values = f"{ours[flag]}, {theirs[flag]}"
+            raise UserError(f"{a} and {b}: {subject} with different {flag} ({values}), {mistake}")
 
 
 def models_of(condition: Condition) -> tuple[str, ...]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pandas as pd
 
-from reporting.results import Group
+from reporting.results import Group, protocol, tables_of
 from reporting.stats import paired, paired_difference
 
 SHORT = ["environment", "method", "reward [95 %]", "tasks", "seeds", "success", "tokens", "env steps"]
 HEADLINE = ("chat", "greedy", "sample", "best_of_n", "qlass")
 ROWS_NOTE = (
     "Mean over tasks with its 95 % interval, of several seeds over seeds and tasks. “Oracle” marks a method that looks "
-    "at the true reward before it answers. Tokens a task are all: prompt computed, generated, scored by QNet."
+    "at the true reward before it answers. Tokens a task are all: prompt computed, generated, scored by QNet. A row is "
+    "charged for all its episodes, also for those that it shares with another row."
 )
 DIFFERENCES_NOTE = (
     "Differences are paired, over the tasks that both methods ran, and “undecided” where the interval covers 0. QLASS "
@@ -30,13 +32,19 @@ def number(value: float, digits: int = 0) -> str:
 def headline(groups: Sequence[Group]) -> list[Group]:
     """The rows that matter: the agent, best-of-N and QLASS and, last, the best that looks at the true reward."""
     rows = []
-    for env in dict.fromkeys(group.condition.env for group in groups):
-        here = [group for group in groups if group.condition.env == env]
-        here = [group for group in here if not group.condition.label] or here
+    for table in tables_of(groups):
+        here = [group for group in table if not group.condition.label] or table
         oracles = [g for g in here if g.condition.oracle and g.condition.method != "oracle"]
         rows += [g for g in here if g.condition.method in HEADLINE and not g.condition.oracle]
         rows += sorted(oracles, key=lambda group: group.reward.mean)[-1:]
     return rows or list(groups)
+
+
+def notes(groups: Sequence[Group]) -> list[str]:
+    """Lines below the results: the protocol of each environment, and what a row is."""
+    told = {rows[0].condition.env: protocol(rows) for rows in tables_of(groups)}
+    lines = [f"Protocol of {env}: {json.dumps(fields, ensure_ascii=False)}" for env, fields in told.items()]
+    return [*(" ".join(line.split()) for line in lines), ROWS_NOTE]
 
 
 def names(group: Group) -> dict[str, str]:
@@ -102,7 +110,7 @@ def text(groups: Sequence[Group], warnings: Sequence[str] = ()) -> str:
     """All tables as Markdown, those of the headline first, below what is to be minded."""
     rows = headline(groups)
     parts = [f"**Warning:** {warning}" for warning in warnings]
-    parts += [markdown(results_table(rows)[SHORT]), ROWS_NOTE, DIFFERENCES_NOTE]
+    parts += [markdown(results_table(rows)[SHORT]), *notes(groups), DIFFERENCES_NOTE]
     parts += ["All results", markdown(results_table(groups))]
     if len(types := types_table(groups)):
         parts += ["Results by type of task", markdown(types)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
@@ -165,6 +166,9 @@ def test_a_user_without_a_home_gets_a_report(tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
+PROTOCOL = {"environment": "lake", "version": "0", "options": [], "data": {}, "max_steps": None, "temperature": 0.7}
+
+
 def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tasks: str = "xy", **flags) -> str:
     """Results of greedy, qlass and a rule with metadata as the stages write them; flags: {stage_flag: value}."""
 
@@ -177,6 +181,7 @@ def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tas
         (folder / name).mkdir(parents=True)
     meta("sft", {"epochs": 12})
     meta("qnet", {"epochs": 8, "limit": None}, sft=sft)
+    flags.setdefault("results_protocol", PROTOCOL)
     meta("results", {"env": "lake", "env_option": [], "max_steps": None}, sft=sft, qnet=qnet)
     methods = ("greedy", 1), ("qlass", 2), ("rule", 1)
     records = [RESULT | {"task_id": t, "method": m, "M": n, "seed": seed} for t in tasks for m, n in methods]
@@ -194,7 +199,8 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_t
     assert warning.count("\n") == 1 and "SFT greedy is of one model under two --seed, so not of two" in warning
     (tmp_path / "moved" / "results.meta.json").unlink()
     groups_of(*folders[:2])
-    assert re.fullmatch(r"warning: .*moved/results.jsonl: no metadata beside it.*\n", capsys.readouterr().err)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: lake: 1 of 2 files tell no protocol") and "moved/results.jsonl: no meta" in second
 
 
 @pytest.mark.parametrize(("change", "says"), [
@@ -211,12 +217,9 @@ def test_what_is_no_result_is_named(tmp_path, change, says):
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        ({"sft": "other", "tasks": "z"}, "SFT greedy with different --sft of one seed .a, other"),
+        ({"sft": "other", "tasks": "z"}, "SFT greedy with different --sft of one seed .a, other.*, not one row: name"),
         ({"seed": 1, "sft_epochs": 3}, "SFT greedy with different --epochs of sft .12, 3"),
         ({"seed": 1, "qnet_trees": 9}, "QLASS with different --trees of qnet .4, 9"),
-        ({"seed": 1, "results_max_steps": 8}, "lake with different --max-steps .None, 8"),
-        ({"seed": 1, "results_env_option": ["map=8x8"]}, "lake with different --env-option"),
-        ({"seed": 1, "results_env": "mine:Lake"}, "lake with different --env .lake, mine:Lake"),
     ],
 )
 def test_what_is_not_the_same_is_not_pooled(tmp_path, other, says):
@@ -224,19 +227,50 @@ def test_what_is_not_the_same_is_not_pooled(tmp_path, other, says):
     with pytest.raises(UserError, match=says) as error:
         groups_of(first, second)
     assert str(error.value).startswith(f"{first}/results.jsonl and {second}/results.jsonl: ")
-    assert len(groups_of(first, f"other={second}")) == 6  # labels tell them apart
+    if "tasks" not in other:
+        assert len(groups_of(first, f"other={second}")) == 6  # labels tell them apart
 
 
-def test_results_on_other_data_are_not_compared_and_a_model_as_it_came_is_the_base_agent(tmp_path, capsys):
-    one = run_folder(tmp_path / "one", results_env_files={"data": "1"})
-    two = run_folder(tmp_path / "two", results_env_files={"data": "2"}, results_cloned=False)
-    groups = results.read_results(results.result_files([one, two]))
-    assert "lake: results on 2 sets of data, which are not compared" in capsys.readouterr().err
-    told = [(group.condition.env, group.condition.label) for group in groups]
-    assert told == [("lake, data 1", "")] * 3 + [("lake, data 2", label) for label in ("", "base agent", "base agent")]
-    assert all(a.condition.env == b.condition.env for a, b in tables.comparisons(groups))
-    same = run_folder(tmp_path / "three", results_env_files={"data": "1", "instruction": "9"})
-    assert {group.condition.env for group in groups_of(one, f"told={same}").values()} == {"lake"}
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": "1"}, "lake with different version .0, 1., not one table: report on each alone"),
+        ({"max_steps": 8}, "lake with different max_steps .None, 8"),
+        ({"options": ["map=8x8"]}, "lake with different options"),
+        ({"environment": "mine:Lake"}, "lake with different environment .lake, mine:Lake"),
+        ({"data": {"data": "2"}}, "lake with different data"),
+        ({"temperature": 1.0}, ""),
+        ({"tokens": "real"}, ""),
+    ],
+)
+def test_a_table_has_one_protocol_whatever_its_labels(tmp_path, change, says):
+    first, second = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", results_protocol=PROTOCOL | change)
+    with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
+        assert len(groups_of(first, f"other={second}")) == 6
+
+
+def test_a_table_has_no_tasks_that_its_longest_row_has_not(tmp_path, capsys):
+    first, part, others = (run_folder(tmp_path / name, tasks=name) for name in ("abc", "bc", "cd"))
+    groups_of(first, f"part={part}")
+    assert "lake: rows over 2 tasks and over 3: their means" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"lake: rule and rule .other. with different tasks, not one table"):
+        groups_of(first, f"other={others}")
+
+
+def test_the_protocol_stands_below_the_table_and_alone(tmp_path, capsys):
+    folders = [run_folder(tmp_path / f"seed{n}", n, f"a{n}", f"b{n}") for n in (0, 1)]
+    report.main([*folders, "--out", str(tmp_path / "report.html")])
+    tasks = {"test": {"n": 2, "sha256": hashlib.sha256(b"x\ny\n").hexdigest()[:16]}}
+    told = PROTOCOL | {"tasks": tasks, "seeds": [0, 1], "methods": ["rule", "SFT greedy", "QLASS M=2"]}
+    line = f"Protocol of lake: {json.dumps(told)}"
+    assert line in capsys.readouterr().out.split("\n") and line in Page(tmp_path / "report.html").words
+    report.main([folders[1], "--protocol"])
+    assert json.loads(capsys.readouterr().out) == {f"{folders[1]}/results.jsonl": told | {"seeds": [1]}}
+
+
+def test_a_model_as_it_came_is_the_base_agent(tmp_path):
+    folder = run_folder(tmp_path / "one", results_cloned=False)
+    assert set(groups_of(folder)) == {"rule", "SFT greedy [base agent]", "QLASS [base agent] M=2"}
 
 
 def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monkeypatch):
