@@ -36,10 +36,12 @@ from qlass import results
 from qlass.agent import load_agent
 from qlass.batching import Candidate, LogProb, Sample, Score, ask
 from qlass.chat import Chat, Rendering
+from qlass.fast.score import ServedQNet
 from qlass.flags import Parser, add_sampling, at_least
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Episode, Step, costs_of, describe
 from qlass.runs import need, parse, run_stage
+from qlass.server import Server
 from qlass.show import show
 from train_qnet import load_qnet
 
@@ -218,7 +220,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     free("--limit", type=at_least(0), default=400, metavar="N", help="tasks (400; 0: all)")
     free("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks")
     add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
-    add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
+    add("--qnet", type=Path, help="or URL[#MODEL] of a server (RUN/qnet, made if missing)")
     add("--out", type=Path, help="default: RUN/results.jsonl; its lines are not played again")
     add("--label", help="a variant's name, kept in each line")
     add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's")
@@ -240,11 +242,17 @@ def environment(args: argparse.Namespace) -> tuple[envs.TextEnv, list[str]]:
 def load(args: argparse.Namespace, env: envs.TextEnv, with_q: bool) -> tuple[Chat, dict]:
     """The agent's Chat, and what answers requests."""
     models: dict[type, Callable] = {}
-    if with_q:
+    server = None
+    if str(args.qnet).startswith(("http:", "https:")):
+        server = Server(args.qnet.as_posix().replace(":/", "://", 1), "--qnet")  # lost in a Path
+        args.qnet, args.qnet_model = Path(server.model), server.model
+    elif with_q:
         args.qnet = need(args.qnet, args.run / "qnet", "train_qnet", args)
         models[Score] = load_qnet(args.qnet, args).score
     args.sft = need(args.sft, args.run / "sft", "sft", args)
     agent = load_agent(args, env)
+    if server:
+        models[Score] = ServedQNet(server, agent.chat, args.in_flight or 64).score
     return agent.chat, models | {Sample: agent.sample, LogProb: agent.likelihoods}
 
 

@@ -1,6 +1,6 @@
-"""An OpenAI-compatible server, such as vLLM or SGLang: `--server URL[#MODEL]`.
+"""An OpenAI-compatible server, such as vLLM or SGLang: `--server URL[#MODEL]`, and `--qnet`.
 
-The agent's weights are there; the checkpoint folder named beside it gives tokenizer and rendering.
+The weights are there; the agent's checkpoint folder named beside it gives tokenizer and rendering.
 Each text has a seed of (run seed, task, node, candidate): a server gives the same answers again.
 """
 
@@ -47,7 +47,7 @@ class Server:
         options: dict = {"max_retries": TRIES, "timeout": openai.Timeout(timeout, connect=5.0)}
         self.client = openai.OpenAI(base_url=address, api_key=key, http_client=http, **options)
         if not self.model:  # a base model may be listed before the adapter that is meant
-            names = self._ask("/models", lambda reply: [str(m["id"]) for m in reply["data"] or []])
+            names = self.ask("/models", lambda reply: [str(m["id"]) for m in reply["data"] or []])
             if len(names) != 1:
                 several = ", ".join(names[:9]) or "no model"
                 raise UserError(f"{self.name}: serves {several}: name one, URL#MODEL")
@@ -58,7 +58,7 @@ class Server:
         if retry and self.first_retry.acquire(blocking=False):
             print(f"warning: {self.name} is busy or away; retried for 10 minutes", file=sys.stderr)
 
-    def _ask(self, path: str, read: Callable, body: dict | None = None) -> Any:
+    def ask(self, path: str, read: Callable, body: dict | None = None) -> Any:
         """What `read` finds in the reply; UserError if no number may come from it."""
         text, method = "", partial(self.client.post, body=body) if body else self.client.get
         try:
@@ -73,34 +73,38 @@ class Server:
 
     def complete(self, options: dict) -> Reply:
         body = {"model": self.model} | options
-        return self._ask("/completions", partial(self._read, body, len(body["prompt"])), body)
+        return self.ask("/completions", partial(self._read, body, len(body["prompt"])), body)
 
     def chat(self, messages: Sequence[tuple[str, str]], **options: Any) -> Reply:
         """A chat completion; messages are (role, content)."""
         # A token has 3 to 6 letters.
         least = sum(len(word) + 1 for _, text in messages for word in text.split()) // 8
         body = {"model": self.model, "messages": State(tuple(messages)).dump()} | options
-        return self._ask("/chat/completions", partial(self._read, body, least), body)
+        return self.ask("/chat/completions", partial(self._read, body, least), body)
 
     def _read(self, body: dict, least: int, reply: dict) -> Reply:
         """The reply to a prompt of `least` tokens; of messages: or more."""
-        choice, usage, chat = reply["choices"][0], reply.get("usage") or {}, "messages" in body
+        choice, chat = reply["choices"][0], "messages" in body
         text = content_of(choice["message"]) if chat else choice["text"]
-        end, model = choice.get("finish_reason"), str(reply.get("model") or self.model)
+        end, usage = choice.get("finish_reason"), self.usage_of(reply, least, chat)
+        if end not in ENDS or not isinstance(text, str):
+            raise UserError(f"gives up a reply: {choice}")
+        tokens, room = usage["completion_tokens"], 0 if chat else body["max_tokens"]
+        if end == "length" and room > 1 and (not text or 0 < tokens < room):
+            raise UserError(f"has room for {tokens} of {room} tokens: it needs a longer context")
+        return Reply(text, end == "length", usage, choice)
+
+    def usage_of(self, reply: dict, least: int, more: bool = False) -> dict[str, Any]:
+        """As of a Reply, if the model that is meant has read `least` tokens, or `more`."""
+        usage, model = dict(reply.get("usage") or {}), str(reply.get("model") or self.model)
         length, tokens = (int(usage.get(f"{n}_tokens") or 0) for n in ("prompt", "completion"))
         if 0 < length < least:  # some servers count apart what they have cached
             length += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        if end not in ENDS or not isinstance(text, str):
-            raise UserError(f"gives up a reply: {choice}")
         if not same_model(self.model, model):
             raise UserError(f"answers by {model}, not by {self.model}: name it as the server does")
-        if 0 < length < least or (length > least and not chat):
+        if 0 < length < least or (length > least and not more):
             raise UserError(f"reads {length} tokens of {least}: a short context or another model?")
-        room = body["max_tokens"] if end == "length" and not chat else 0
-        if room > 1 and (not text or 0 < tokens < room):
-            raise UserError(f"has room for {tokens} of {room} tokens: it needs a longer context")
-        usage |= {"prompt_tokens": length, "completion_tokens": tokens}
-        return Reply(text, end == "length", usage, choice)
+        return usage | {"prompt_tokens": length, "completion_tokens": tokens}
 
 
 def content_of(message: dict) -> str | None:

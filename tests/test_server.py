@@ -1,22 +1,29 @@
-"""Sampling on a server: against a fake one that fails, stalls and lies."""
+"""Sampling and scoring on a server: against a fake one that fails, stalls and lies."""
 
+import base64
 import math
 import signal
 import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from fakes import json_server, started, stopped, tiny_lm, word_chat
+import torch
+from fakes import json_server, save_agent, started, stopped, tiny_backbone, tiny_lm, word_chat
 
 import q_search
 from qlass import UserError
 from qlass.agent import load_agent
-from qlass.batching import LogProb, Sample
+from qlass.batching import LogProb, Sample, Score
+from qlass.fast.score import ServedQNet
+from qlass.files import read_jsonl
 from qlass.messages import State
 from qlass.models import save_checkpoint
 from qlass.policy import Policy
+from qlass.runs import meta_of
 from qlass.server import ALL, TRIES, Server, ServerPolicy
+from train_qnet import QNet
 
 CHAT = word_chat(temperature=0.8)
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
@@ -246,6 +253,65 @@ def test_a_chats_reply_is_checked_too(fake, message, in_choice, in_reply, comes)
     reply = server.chat([("user", text)], temperature=0.7, max_tokens=9, seed=1)
     assert (reply.text, reply.cut) == (comes, bool(in_choice))
     assert (fake.seen[-1]["messages"], fake.seen[-1]["seed"]) == ([{"role": "user", "content": text}], 1)
+
+
+NET = QNet(tiny_backbone(CHAT), CHAT, hidden=8).eval()
+SIBLINGS = Score(STATE, ("Action: left", "Action: right", "Thought: hm Action: left"))
+
+
+def entry(index: int, *values: float) -> dict:
+    return {"index": index, "embedding": base64.b64encode(np.array(values, "<f4").tobytes()).decode()}
+
+
+def told(body: dict, **lie) -> dict:
+    with torch.inference_mode():
+        values = [float(NET(input_ids=torch.tensor([ids]))[0, -1]) for ids in body["input"]]
+    data = [entry(i, value) for i, value in enumerate(values)][::-1]
+    return {"data": data, "model": body["model"], "usage": {"prompt_tokens": sum(map(len, body["input"]))}} | lie
+
+
+def test_a_server_scores_as_the_local_qnet_and_siblings_in_one_call(fake):
+    asked = [SIBLINGS, Score(STATE.then("Action: left", "you stand"), SIBLINGS.actions[:1])]
+    fake.script += [told, 503, told]
+    for mine, local in zip(ServedQNet(Server(fake.url), CHAT).score(asked), NET.score(asked), strict=True):
+        assert mine == pytest.approx(local, abs=1e-6)
+    assert sorted(len(body["input"]) for body in fake.seen) in ([1, 1, 3], [1, 3, 3])
+
+
+LIES = {  # no number may come from these: the message
+    "cut prompt": ({"usage": {"prompt_tokens": 7}}, "reads 7 tokens of [0-9]+: a short context"),
+    "other model": ({"model": "base"}, "answers by base, not by first"),
+    "an embedding": ({"data": [entry(i, 1, 2) for i in range(3)]}, "answers .*index"),
+    "too few": ({"data": [entry(0, 1)]}, "answers .*index"),
+    "half a number": ({"data": [{"index": i, "embedding": "AAA="} for i in range(3)]}, "answers .*index"),
+    "no number": ({"data": [{"index": i, "embedding": None} for i in range(3)]}, "answers .*index"),
+    "nan": ({"data": [entry(i, math.nan) for i in range(3)]}, "QNet's values are not finite"),
+    "inf": ({"data": [entry(i, math.inf) for i in range(3)]}, "QNet's values are not finite"),
+}
+
+
+@pytest.mark.parametrize(("lie", "problem"), LIES.values(), ids=LIES)
+def test_a_reply_that_is_no_value_stops_the_run(fake, lie, problem):
+    fake.script += [lambda body: told(body, **lie)]
+    with pytest.raises(UserError, match=problem):
+        ServedQNet(Server(fake.url, "--qnet"), CHAT).score([SIBLINGS])
+
+
+def test_a_search_by_a_served_qnet_is_the_local_one_and_its_recipe_names_the_model(fake, fake_world, tmp_path):
+    save_agent(tmp_path / "sft")
+    (tmp_path / "qnet").mkdir()
+    NET.save_pretrained(tmp_path / "qnet")
+    fake.script += [told] * 99
+
+    def search(qnet: object, out: str) -> list[dict]:
+        q_search.main(["--run", str(tmp_path), "--qnet", str(qnet), "--limit", "3", "--out", str(tmp_path / out)])
+        return [{**line, "seconds": 0} for line in read_jsonl(tmp_path / out)]
+
+    assert search(fake.url, "served.jsonl") == search(tmp_path / "qnet", "local.jsonl") and fake.seen
+    assert meta_of(tmp_path / "served.jsonl")["recipe"]["qnet_model"] == "first"
+    for other, out in ((f"{fake.url}#second", "served.jsonl"), (fake.url, "local.jsonl")):  # other weights wrote it
+        with pytest.raises(UserError, match="--qnet-model"):
+            search(other, out)
 
 
 def test_nobody_there_and_what_is_asked_of_no_server(capsys):
