@@ -20,9 +20,9 @@ PROGRAMS = [
 OTHERS = "qlass/**/*.py environments/**/*.py reporting/*.py docs/*.py Makefile README.md docs/*.md data/*.md"
 OTHERS += " reporting/page.html runs/*.sh runs/paper/* runs/reference_output/*.md"
 # Of other programs and of runs/*.sh; files of ETO and of a run.
-FLAGS = "abbrev always check cov die-on-broken-pipe dirty dist exclude fix"
-FLAGS += " gpu-memory-utilization host port line-length maxprocesses no-deps nproc-per-node num_processes"
-FLAGS += " seeds"
+FLAGS = "abbrev always block-size check cov die-on-broken-pipe dirty dist dtype exclude fix"
+FLAGS += " gpu-memory-utilization hf-overrides host port line-length max-num-batched-tokens maxprocesses no-deps"
+FLAGS += " no-enable-chunked-prefill nproc-per-node num_processes seeds"
 ELSEWHERE = r"venv|pytest|.*_inst\.txt|.*(report|downstream|gpu_check)\.md|.*\.meta"
 
 
