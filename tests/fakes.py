@@ -7,16 +7,20 @@ import functools
 import itertools
 import json
 import math
+import multiprocessing
 import operator
+import os
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import envs
@@ -255,6 +259,20 @@ def save_agent(folder: Path, **rendering: Any) -> Path:
 
 def dump(records: list[dict]) -> str:
     return "".join(json.dumps(r) + "\n" for r in records)
+
+
+def fork(main: Callable, argv: list[str], folder: Path = Path(), **env: str) -> BaseProcess:
+    """A stage in a process of its own, to be killed or run beside others."""
+
+    def stage() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)  # of the test's own process
+        os.chdir(folder)
+        os.environ |= env
+        main(argv)
+
+    process = multiprocessing.get_context("fork").Process(target=stage, daemon=True)
+    process.start()
+    return process
 
 
 RUNS = itertools.count()
