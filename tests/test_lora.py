@@ -1,9 +1,7 @@
 """LoRA beside the plain model, few bits and GGUF files: what is trained, what a checkpoint holds, and how it ends."""
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from fakes import chat_tokenizer, dump, tiny_lm, word_chat
@@ -150,40 +148,29 @@ def test_a_training_that_cannot_train_what_was_asked_says_so(tmp_path, agent, va
         sft.arguments(["--lora", "8"])
 
 
-def write_gguf(path: Path) -> np.ndarray:
-    """A Llama of two layers with random weights and a tokenizer of bytes, as llama.cpp keeps it; its embeddings."""
+def test_a_gguf_file_is_a_model_in_full_width(tmp_path):
+    """As llama.cpp keeps it; few bits could not be saved."""
     gguf = pytest.importorskip("gguf")
-    tokenizer = chat_tokenizer("chatml")
+    tokenizer, path = chat_tokenizer("chatml"), tmp_path / "model.gguf"
     tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ab"]
-    writer = gguf.GGUFWriter(path, "llama")
-    sizes = {"context_length": 512, "embedding_length": 32, "block_count": 2, "feed_forward_length": 64}
-    sizes |= {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_dimension_count": 8}
-    sizes |= {"vocab_size": len(tokens), "tokenizer_model": "gpt2", "token_list": tokens, "token_merges": ["a b"]}
-    sizes |= {"eos_token_id": tokens.index("<|im_end|>"), "chat_template": tokenizer.chat_template}
-    sizes |= {"token_types": [3 if token.startswith("<|") else 1 for token in tokens]}
-    for name, size in sizes.items():
-        getattr(writer, f"add_{name}")(size)
-    layer = {"attn_norm": (32,), "ffn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32)}
-    layer |= {"attn_output": (32, 32), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
-    shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,)}
-    shapes |= {f"blk.{n}.{name}": shape for n in range(2) for name, shape in layer.items()}
-    rng = np.random.default_rng(0)
-    weights = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    names, writer = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), gguf.GGUFWriter(path, "llama")
+    for field, value in {
+        **{"context_length": 512, "embedding_length": 32, "block_count": 2, "feed_forward_length": 64},
+        **{"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_dimension_count": 8},
+        **{"vocab_size": len(tokens), "tokenizer_model": "gpt2", "token_list": tokens, "token_merges": ["a b"]},
+        **{"eos_token_id": tokens.index("<|im_end|>"), "chat_template": tokenizer.chat_template},
+        "token_types": [3 if token.startswith("<|") else 1 for token in tokens],
+    }.items():
+        getattr(writer, f"add_{field}")(value)
+    weights = tiny_lm(CHAT, vocab_size=len(tokens)).model.state_dict()
     for name, weight in weights.items():
-        writer.add_tensor(f"{name}.weight", weight)
+        writer.add_tensor(names.get_name(f"model.{name}", (".weight",)), weight.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return weights["token_embd"]
-
-
-def test_a_gguf_file_is_a_model_like_any_other(tmp_path, fake_world):
-    embeddings = write_gguf(tmp_path / "model.gguf")
-    model, chat = models.load_checkpoint(tmp_path / "model.gguf", AutoModelForCausalLM, None)
-    assert torch.equal(model.get_input_embeddings().weight, torch.from_numpy(embeddings))
-    assert not hasattr(model.config, "quantization_config") and chat.stop.endswith("<|im_end|>")
-    run = ["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "1", "--lora", "2", "--max-tokens", "300"]
-    sft.main([*run, "--model", str(tmp_path / "model.gguf"), "--n-expert", "2"])
-    saved = json.loads((tmp_path / "sft" / "config.json").read_text())
-    assert "quantization_config" not in saved and load_policy(tmp_path / "sft").model.num_parameters() > 0
+    model, chat = models.load_checkpoint(path, AutoModelForCausalLM, None)
+    assert torch.equal(model.get_input_embeddings().weight, weights["embed_tokens.weight"])
+    models.save_checkpoint(model, chat, tmp_path / "saved", models.save_memory(model, rank=2))
+    assert load_policy(tmp_path / "saved").chat.stop.endswith("<|im_end|>")
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
