@@ -13,6 +13,7 @@ import train_qnet
 from qlass import UserError, files
 from qlass.published import Demonstration, by_task, cloned_from, learned_tasks, read
 from qlass.results import leaks
+from reporting.results import lines_of
 
 
 def node(i: int, parent: int | None, **more) -> dict:
@@ -38,6 +39,7 @@ def chat(*turns: dict | list | str, **more) -> str:
 LEFT = turn("Action: left")
 CHAT = [turn("go", "user"), LEFT]
 THEIRS = [{"from": role, "value": text} for role, text in (("system", "be brief"), ("human", "go"), ("gpt", "left"))]
+RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "reward": 1, "tokens": {"prompt": 1}}
 ROOT, LEAF = node(0, None), node(1, 0, reward=1.0, done=True)
 
 
@@ -45,6 +47,7 @@ READERS = {
     "expert.jsonl": lambda path: read(path, FakeEnv()),
     "trees.jsonl": lambda path: bellman.main(["--trees", str(path), "--run", str(path.parent / "run")]),
     "q_labels.jsonl": lambda path: train_qnet.read(argparse.Namespace(labels=path, limit=None), None, None),
+    "results.jsonl": lambda path: list(lines_of(path)),
     "x.jsonl": lambda path: list(files.records_of(path)),
 }
 BAD = {
@@ -65,6 +68,12 @@ BAD = {
     "q_labels.jsonl": [
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q"),
         (tree(ROOT | {"messages": CHAT[::-1]}, LEAF), "the tree of task a: turn 1 is"),
+    ],
+    "results.jsonl": [
+        (dump([RESULT, RESULT | {"reward": 1.5}]), ":2: reward can't be 1.5"),
+        (dump([RESULT | {"reward": None}]), ":1: reward can't be None"),
+        (dump([RESULT | {"tokens": 7}]), ":1: tokens can't be 7"),
+        (dump([RESULT, {"task_id": "a"}]), ":2: no env"),
     ],
     "expert.jsonl": [
         (" \n", "holds no demonstration"),
