@@ -112,11 +112,12 @@ def test_what_is_well_defined_is_read(tmp_path):
     assert only(dump([{"messages": turns, "system": "be brief"}])).state.dump() == turns  # it ends with the user
     whole = only(chat(turn("\ud83d\ude00 left", tool_calls=[]), reward=None, task=None)).state
     assert (whole.messages[1], whole.task) == (("assistant", "\U0001f600 left"), "")
-    theirs = only(json.dumps([{"conversations": THEIRS}]))
+    theirs = only("\n " + json.dumps([{"conversations": THEIRS}], indent=1))
     assert theirs == only(dump([{"messages": THEIRS[1:], "system": "be brief"}]))
     assert by_task([theirs], FakeEnv()) == {"go": theirs} and theirs.actions == ["left"]
-    for first, actions in (("left", ["left", "right"]), ("OK", ["right"]), ("okay.", ["right"])):  # no agreement or one
-        assert only(chat(turn(first), turn("here", "user"), turn("right"), turn("there", "user"))).actions == actions
+    for first, agrees in {"left": 0, "Thought: OK\nleft": 0, "OK": 1, "okay.": 1, "I will do my best.": 1}.items():
+        both = only(chat(turn(first), turn("here", "user"), turn("right"), turn("there", "user")))
+        assert both.actions == [first, "right"][agrees:]
 
 
 WORLD = {"env": "shop", "env_option": [], "env_files": {}}

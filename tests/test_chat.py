@@ -3,7 +3,7 @@
 import datetime
 
 import pytest
-from fakes import SENTENCE_PIECE, TEMPLATES, FakeEnv, chat_tokenizer, tiny_backbone, tiny_lm, word_chat
+from fakes import SENTENCE_PIECE, TEMPLATES, chat_tokenizer, tiny_backbone, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
@@ -21,15 +21,6 @@ from train_qnet import Pair, QNet, scorer
 CHATML = TEMPLATES["chatml"][0]
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
 MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=True))
-
-
-def test_a_state_grows_by_an_action_and_its_observation():
-    env = FakeEnv()
-    first = State.first(env, *env.reset(options={"task_id": "t"}))
-    assert first.messages == (("user", "walk"), ("assistant", "OK"), ("user", "you stand at start"))
-    later = first.then("Action: left", "Observation: you")
-    assert later.messages == (*first.messages, ("assistant", "Action: left"), ("user", "Observation: you"))
-    assert State.load(later.dump(), "find the purse") == later
 
 
 @pytest.mark.parametrize(

@@ -126,16 +126,6 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(copy, tmp_path):
     assert not struck.exists()
 
 
-def test_what_cannot_be_saved_is_refused_for_training(tmp_path):
-    weights = load_file(folder_of("llama", tmp_path) / "model.safetensors")
-    for name in [name for name in weights if "proj" in name]:
-        weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
-    rewrite(tmp_path, weights, quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]})
-    model, _ = models.load_checkpoint(tmp_path, hf.AutoModelForCausalLM, plain=True)
-    with pytest.raises(UserError, match="saved in few bits"):
-        models.save_memory(model)
-
-
 @pytest.mark.parametrize(
     ("word", "special", "sound"), [("[PAD]", True, True), ("<user>", True, False), ("z", False, False)]
 )

@@ -87,7 +87,6 @@ def test_help_fits_one_screen(stage, capsys):
     ("stage", "argv", "says"),
     [
         ("sft", ["--env", "chess"], "chess"),
-        ("sft", ["--env", "frozenlake", "--expert", "broken.jsonl"], "broken.jsonl:1"),
         ("sft", ["--env", "frozenlake", "--model", "./nowhere"], "nowhere"),
         ("build_trees", ["--env", "frozenlake", "--sft", "."], "checkpoint"),
         ("q_search", ["--env", "frozenlake", "--split", "exam"], "exam"),
@@ -95,7 +94,6 @@ def test_help_fits_one_screen(stage, capsys):
 )
 def test_a_mistake_is_one_line_and_exit_code_2(stage, argv, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.jsonl").write_text('{"task_id": "a", \n{}\n')
     with pytest.raises(SystemExit) as stop:
         run_stage(lambda: importlib.import_module(stage).main(argv))
     *_, line = capsys.readouterr().err.splitlines()  # behind those of a bar

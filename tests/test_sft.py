@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, dump, tiny_lm, training_settings, word_chat
+from fakes import FakeEnv, tiny_lm, training_settings, word_chat
 
 import q_search
 import sft
@@ -144,16 +144,6 @@ ETO = {
         {"from": "human", "value": "Find a shirt."}, {"from": "gpt", "value": "Thought: x\nAction: search[shirt]"},
     ],
 }  # fmt: skip
-MESSAGES = (("user", "You are shopping."), ("assistant", "OK"), ("user", "Find a shirt."),
-            ("assistant", "Thought: x\nAction: search[shirt]"))  # fmt: skip
-
-
-def test_expert_files_in_all_layouts_are_put_in_the_environments_words(tmp_path, monkeypatch):
-    monkeypatch.setattr(FakeEnv, "in_own_words", lambda self, text: text.replace("shirt", "purse"))
-    words = tuple((role, text.replace("shirt", "purse")) for role, text in MESSAGES)
-    for text in (json.dumps([ETO] * 3, indent=1), dump([ETO] * 3), "\n " + json.dumps([ETO] * 3)):
-        (tmp_path / "expert.json").write_text(text)
-        assert read(tmp_path / "expert.json", FakeEnv(), 2) == shown(State(words), State(words))
 
 
 def test_a_demonstration_ends_with_the_experts_last_action():
@@ -213,18 +203,6 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     assert env.system == ""  # the demonstrations had none
     begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", env_option=["instruction=FILE"]))
     assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
-
-
-def test_a_first_action_in_other_words_is_no_agreement():
-    acts = [
-        ("user", "Play. You see x."),
-        ("assistant", "Thought: I look.\nlook"),
-        ("user", "y"),
-        ("assistant", "Action: go"),
-    ]
-    assert len(Demonstration(None, State(tuple(acts))).actions) == 2
-    acts[1] = ("assistant", "I will do my best.")
-    assert Demonstration(None, State(tuple(acts))).actions == ["Action: go"]
 
 
 def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):

@@ -22,7 +22,7 @@ from qlass.fast.token_tree import TokenTree, batches
 from qlass.fast.tries import Trie
 from qlass.messages import State, react, uniforms
 from qlass.policy import Policy, truncated
-from train_qnet import Pair, QNet, policy_ranking
+from train_qnet import Pair, QNet, policy_ranking, scorer
 
 CHAT = word_chat(temperature=0.8)
 MODEL = tiny_lm(CHAT)
@@ -166,9 +166,11 @@ def test_logits_that_are_not_finite_are_refused(kind, number):
     agent, pairs = kind(model, CHAT), [Pair(FIRST, ACTIONS[0], 0.0), Pair(FIRST, ACTIONS[1], 1.0)]
     samples = [Sample(FIRST, 2, ("t",), heat, valid) for heat in (0.0, 0.8) for valid in ((), ACTIONS)]
     readers = [functools.partial(agent.sample, [sample]) for sample in samples]
+    qnet = scorer(QNet(model.model, CHAT), plain=kind is Policy)
+    readers += [lambda: qnet.score([Score(FIRST, ACTIONS)])]
     readers += [lambda: agent.likelihoods([LogProb(FIRST, ACTIONS)]), lambda: policy_ranking(agent, [pairs])]
     for read in readers:
-        with pytest.raises(UserError, match=r"not finite.*--precision float32") as error:
+        with pytest.raises(UserError, match="not finite.*(--precision float32|training has diverged)") as error:
             read()
         assert "--plain" not in str(error.value)
 
@@ -284,20 +286,13 @@ def test_a_step_costs_its_last_turn_and_the_actions():
     assert costs == [len(CHAT.prompt(FIRST)), 3 + 5, 3 + 5, 3 + 5]  # the last turn is always fresh
 
 
-def family(depth: int, width: int) -> list[State]:
-    """All states of a tree of this depth, in no order."""
-    states = level = episodes(1, 1)
-    for _ in range(depth):
-        level = [s.then(f"Action: {WORDS[k]}", " ".join(WORDS[k:])) for s in level for k in range(width)]
-        states = states + level
-    return [states[i] for i in np.random.default_rng(0).permutation(len(states))]
-
-
 @pytest.mark.parametrize("row", [2048, 60])
 def test_a_tree_costs_its_unique_tokens(row, monkeypatch):
     """In one row, or in several, where what did not fit in follows behind what has been read."""
     monkeypatch.setattr(PromptCache, "ROW", row)
-    pairs = [(s, a) for s in family(3, 3) for a in ("Action: left", "Action: left right")]
+    paths = [path for depth in (3, 0, 2, 1) for path in itertools.product(ACTIONS[:3], repeat=depth)]
+    states = [functools.reduce(lambda s, a: s.then(a, " ".join(WORDS)), path, FIRST) for path in paths]
+    pairs = [(s, a) for s in states for a in ("Action: left", "Action: left right")]
     tree = TokenTree()
     for s, a in pairs:
         tree.add([*CHAT.prompt(s), *CHAT.action(a, "")])

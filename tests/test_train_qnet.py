@@ -100,15 +100,6 @@ def test_scores_do_not_depend_on_batch_padding_or_what_was_read_before(budget, r
             assert scores == pytest.approx(plain[request], abs=1e-5)
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_values_that_are_no_numbers_rank_nothing(plain):
-    net = qnet()
-    with torch.no_grad():
-        net.head[-1].bias += torch.nan
-    with pytest.raises(UserError, match="not finite"):
-        scorer(net, plain).score([Score(TREE[0].state, (TREE[0].action,))])
-
-
 def test_a_qnet_comes_back_from_its_folder(tmp_path):
     net = qnet(word_chat(compact=True)).eval()
     net.save_pretrained(tmp_path)
@@ -120,14 +111,6 @@ def test_a_qnet_comes_back_from_its_folder(tmp_path):
     (tmp_path / "head.safetensors").write_bytes(head[:-8])
     with pytest.raises(UserError, match=r"head\.safetensors: can't be read"):
         QNet.from_pretrained(tmp_path)
-
-
-def test_an_agent_is_no_qnet_and_a_qnet_no_agent(tmp_path, agent):
-    with pytest.raises(FileNotFoundError, match=r"sft/qnet\.json"):
-        QNet.from_pretrained(agent)
-    qnet().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"sft"):
-        load_policy(tmp_path)
 
 
 @pytest.fixture(autouse=True)
