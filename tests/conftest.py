@@ -17,15 +17,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the promises on equal files are for f
 
 @pytest.fixture
 def fake_world(monkeypatch):
-    """The scripts play the fake world, whatever --env says; the options that they ask for are kept."""
-    asked = []
-
-    def from_arguments(args, **options):
-        asked.append(options)
-        return FakeEnv(**options)
-
-    monkeypatch.setattr("envs.from_arguments", from_arguments)
-    return asked
+    """The scripts play the fake world, whatever --env says."""
+    monkeypatch.setattr("envs.from_arguments", lambda args, **options: FakeEnv(**options))
 
 
 @pytest.fixture(scope="session")

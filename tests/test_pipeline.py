@@ -1,13 +1,17 @@
-"""The five scripts from the command line, on a lake of sixteen cells; and the first command in a fresh clone."""
+"""The five scripts on a lake of sixteen cells, also killed and by several processes; and in a fresh clone."""
 
 import importlib
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from fakes import fork
 
 import q_search
 from qlass.files import read_jsonl
@@ -15,7 +19,8 @@ from qlass.messages import State
 from qlass.runs import meta_of, read_trees, run_stage
 
 ROOT = Path(__file__).parents[1]
-STAGES = ("sft", "build_trees", "bellman", "train_qnet", "q_search")
+STAGES = {"sft": "sft", "build_trees": "trees.jsonl", "bellman": "q_labels.jsonl", "train_qnet": "qnet",
+          "q_search": "results.jsonl"}  # fmt: skip
 LAKE = ["--env", "frozenlake", "--env-option", "map=4x4"]
 
 
@@ -41,7 +46,7 @@ def lake(tmp_path_factory) -> Path:
 
 
 def test_each_stage_leaves_its_file_and_how_it_came_about_and_the_next_one_means_the_same(lake):
-    for name in ("sft", "trees.jsonl", "q_labels.jsonl", "qnet", "results.jsonl"):
+    for name in STAGES.values():
         assert (lake / name).exists()
         meta = meta_of(lake / name)
         assert meta["recipe"]["env"] == "frozenlake" and meta["versions"]["torch"]
@@ -74,13 +79,44 @@ def test_what_is_missing_is_made_and_is_the_same(lake, tmp_path, monkeypatch, ca
     assert lines(again / "results.jsonl") == lines(lake / "results.jsonl")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_help_fits_one_screen(stage, capsys):
-    with pytest.raises(SystemExit) as stop:
-        importlib.import_module(stage).main(["--help"])
-    shown = capsys.readouterr().out.splitlines()
-    assert stop.value.code == 0 and 15 < len(shown) <= 45 and max(map(len, shown)) <= 100
-    assert all(line.startswith("  -") for line in shown[5:] if line.startswith(" "))  # one line per flag
+SHORT = {  # flags with which a run lasts seconds
+    "sft": "--epochs 3 --save-every 1 --n-expert 6",
+    "build_trees": "--rollouts 4 --limit 4",
+    "bellman": "",
+    "train_qnet": "--epochs 2 --batch 8 --save-every 1",
+    "q_search": "--method qlass sample --limit 4",
+}
+
+
+def test_killed_stages_complete_the_same_files(tmp_path, monkeypatch):
+    """Killed three times at random moments; where processes share the work, one of three is, and one does the rest."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    monkeypatch.chdir(whole)
+    rng = random.Random(0)
+    for stage, flags in SHORT.items():
+        main, argv = importlib.import_module(stage).main, ["--run", "run", *LAKE, *flags.split()]
+        begun = time.monotonic()
+        main(argv)
+        seconds = time.monotonic() - begun
+        width = 3 if stage in ("build_trees", "q_search") else 1
+        for ranks in [range(width)] * (4 - width):
+            processes = [fork(main, argv, killed, RANK=str(rank), WORLD_SIZE=str(width)) for rank in ranks]
+            processes[-1].join(rng.random() * seconds)
+            processes[-1].kill()
+            for process in processes:
+                process.join()
+                assert process.exitcode in (0, -signal.SIGKILL)  # and not refused
+        last = fork(main, argv, killed)
+        last.join()
+        one, other = (folder / "run" / STAGES[stage] for folder in (whole, killed))
+        assert last.exitcode == 0
+        if one.is_dir():
+            assert {f.name: f.read_bytes() for f in one.iterdir()} == {f.name: f.read_bytes() for f in other.iterdir()}
+        else:
+            assert lines(one) == lines(other)
+    assert {path.name for path in killed.glob("run/[!.]*")} == {path.name for path in whole.glob("run/[!.]*")}
 
 
 @pytest.mark.parametrize(

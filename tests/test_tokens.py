@@ -170,7 +170,7 @@ def test_logits_that_are_not_finite_are_refused(kind, number):
     readers += [lambda: qnet.score([Score(FIRST, ACTIONS)])]
     readers += [lambda: agent.likelihoods([LogProb(FIRST, ACTIONS)]), lambda: policy_ranking(agent, [pairs])]
     for read in readers:
-        with pytest.raises(UserError, match="not finite.*(--precision float32|training has diverged)") as error:
+        with pytest.raises(UserError, match=r"not finite.*(--precision float32|training has diverged)") as error:
             read()
         assert "--plain" not in str(error.value)
 
@@ -296,11 +296,13 @@ def test_a_tree_costs_its_unique_tokens(row, monkeypatch):
     tree = TokenTree()
     for s, a in pairs:
         tree.add([*CHAT.prompt(s), *CHAT.action(a, "")])
-    policy, net = FastPolicy(MODEL, CHAT), FastQNet(QNet(MODEL.model, CHAT))
+    policy, qnet = FastPolicy(MODEL, CHAT), QNet(MODEL.model, CHAT)
+    net, asked = FastQNet(qnet), [Score(s, ("Action: left", "Action: left right")) for s in states]
     policy.logprobs(pairs)
-    net.score([Score(s, (a,)) for s, a in pairs])
+    values = net.score(asked)
     assert policy.computed <= (1 if row > len(tree) else 1.9) * len(tree)
     assert net.cache.computed == policy.computed
+    assert net.score(asked[::-1]) == values[::-1] and values == [pytest.approx(v, abs=1e-5) for v in qnet.score(asked)]
     monkeypatch.undo()
     assert policy.logprobs(pairs) == pytest.approx(FastPolicy(MODEL, CHAT).logprobs(pairs), abs=1e-4)
 

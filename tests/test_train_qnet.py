@@ -12,12 +12,11 @@ from qlass import UserError, files
 from qlass.agent import load_policy
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
-from qlass.fast.cache import PromptCache
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.messages import State
 from qlass.runs import meta_of
 from qlass.training import Training
-from train_qnet import LOSS_FROM, Pair, QNet, families, family_loss, pairs_of, scorer, sibling_accuracy
+from train_qnet import LOSS_FROM, Pair, QNet, families, family_loss, pairs_of, sibling_accuracy
 
 
 def labelled_tree(task: str = "train0", **options) -> list[dict]:
@@ -85,19 +84,6 @@ def test_packed_loss_and_gradients_are_those_of_the_pairs_one_by_one(loss_on, ma
     torch.testing.assert_close(gradients(net, one), gradients(net, plain), rtol=1e-4, atol=1e-6)
     in_turn = sum(packed_loss(net, [p], rank_weight) for p in packs)  # padding changes nothing
     assert in_turn.item() == pytest.approx(one.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("budget", [100_000, 100])
-@pytest.mark.parametrize("room", [1 << 30, 0])
-def test_scores_do_not_depend_on_batch_padding_or_what_was_read_before(budget, room):
-    net = qnet()
-    fast = scorer(net)
-    fast.budget, fast.cache = budget, PromptCache(room)
-    asked = [Score(family[0].state, (*(p.action for p in family), "Action: walk")) for family in families(TREE)]
-    plain = dict(zip(asked, net.score(asked), strict=True))
-    for batch in (asked[:1], asked[3:], asked, asked[::-1]):
-        for request, scores in zip(batch, fast.score(batch), strict=True):
-            assert scores == pytest.approx(plain[request], abs=1e-5)
 
 
 def test_a_qnet_comes_back_from_its_folder(tmp_path):
