@@ -13,6 +13,7 @@ import train_qnet
 from qlass import UserError, files
 from qlass.published import Demonstration, by_task, cloned_from, learned_tasks, read
 from qlass.results import leaks
+from reporting.expected import read_ranges
 from reporting.results import lines_of
 
 
@@ -48,6 +49,7 @@ READERS = {
     "trees.jsonl": lambda path: bellman.main(["--trees", str(path), "--run", str(path.parent / "run")]),
     "q_labels.jsonl": lambda path: train_qnet.read(argparse.Namespace(labels=path, limit=None), None, None),
     "results.jsonl": lambda path: list(lines_of(path)),
+    "ranges.csv": read_ranges,
     "x.jsonl": lambda path: list(files.records_of(path)),
 }
 BAD = {
@@ -74,6 +76,10 @@ BAD = {
         (dump([RESULT | {"reward": None}]), ":1: reward can't be None"),
         (dump([RESULT | {"tokens": 7}]), ":1: tokens can't be 7"),
         (dump([RESULT, {"task_id": "a"}]), ":2: no env"),
+    ],
+    "ranges.csv": [
+        ("method,M\ngreedy,1", ": no table of environment,method,M,N,select,low,high"),
+        ("environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b", ": no table of environment"),
     ],
     "expert.jsonl": [
         (" \n", "holds no demonstration"),

@@ -217,8 +217,6 @@ def test_an_episode_is_shown_as_it_is_played(search, capsys):
     assert (first, last) == (record["task"], f"reward {record['reward']:.3g} after {len(steps)} steps")
     taken = [line.split()[1] for line in shown if line.startswith("  > ")]
     assert taken == [parse_action(step["action"]) for step in steps]
-    numbers = [float(line.split()[-1]) for line in shown[shown.index("step 1") + 2 : shown.index("step 2")]]
-    assert numbers == pytest.approx([c["q"] for c in steps[0]["candidates"]], abs=1e-3)
     lengths = [bar(score, scores).count("█") for scores in ([-3.0, -1.0, 1.0], [0.5], [math.nan]) for score in scores]
     assert lengths == [1, 12, 24, 24, 0] and "\033" not in "".join(shown)
 

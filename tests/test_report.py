@@ -133,15 +133,6 @@ def test_expected_ranges_are_checked(tmp_path):
     assert expected.verdicts(groups, ranges[-1:]) == ["no range is expected for any of these results"]
 
 
-@pytest.mark.parametrize("text", ["method,M\ngreedy,1", "environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b"])
-def test_a_file_of_ranges_that_is_none_is_refused_before_the_report_is_made(text, tmp_path):
-    write(tmp_path / "results.jsonl", [RESULT])
-    (tmp_path / "ranges.csv").write_text(text)
-    with pytest.raises(UserError, match=r"ranges.csv: no table of environment,method,M,N,select,low,high"):
-        report.main(["--run", str(tmp_path), "--expected", str(tmp_path / "ranges.csv")])
-    assert not (tmp_path / "report.md").exists()
-
-
 def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_refused(tmp_path, capsys):
     file, parts = tmp_path / "results.jsonl", tmp_path / "results.jsonl.parts"
     write(file, [RESULT, RESULT | {"task_id": "b"}, RESULT | {"method": "sample"}])

@@ -134,10 +134,7 @@ FAULTS = {  # no number may come from these: the message
     "cut prompt": (choice("Action: left", read=3), f"reads 3 tokens of {LENGTH}: a short context or another model"),
     "filter": (choice("Action: le", "content_filter"), "gives up a reply.*content_filter"),
     "nothing said": (choice("", "length", written=12), "has room for 12 of 12 tokens"),
-    "little room": (choice("Action: le", "length", LENGTH, 5), "has room for 5 of 12 tokens: it needs a longer"),
-    "other model": (choice("Action: left", model="base"), "answers by base, not by first"),
     "adapter": (choice("Action: left", model="first-lora"), "answers by first-lora, not by first"),
-    "null choice": (choice("") | {"choices": [None]}, "answers .*null"),
     "a chat's": ({"choices": [{"message": {"content": "Action: left"}}]}, "answers .*content"),
     "counts": (choice("Action: left", read="many"), "answers .*many"),
     "error of status 200": ({"error": {"message": "overloaded"}}, "answers .*overloaded"),
@@ -231,7 +228,6 @@ CHATS = [  # the message, other fields of the choice, of the reply, and what com
     ({"content": None, "refusal": "No."}, {}, {}, "No."),
     ({"content": None, "reasoning_content": "so"}, {"finish_reason": "length"}, {}, ""),
     ({"content": "Score: 3"}, {}, {"usage": {"prompt_tokens": 100}}, UserError("reads 100 tokens")),
-    ({"content": "Score: 3"}, {}, {"model": "base"}, UserError("by base, not by first")),
     ({"content": "", "tool_calls": []}, {"finish_reason": "tool_calls"}, {}, UserError("gives up a reply.*tool_calls")),
 ]
 
