@@ -47,9 +47,6 @@ def test_the_lines_are_a_run_of_the_stages(part):
         assert (env.message(observation), reward, terminated) == (node["observation"], node["reward"], node["done"])
 
 
-# ------------------------------------------------------------------------------- docs/environment.md and docs/python.md
-
-
 def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
     """As they stand, on random checkpoints and the fake world."""
     folder = tmp_path / "runs" / "webshop"

@@ -101,7 +101,6 @@ def test_equal_draws_are_one_candidate():
     [
         ("left right", "left right", 2),  # they differ at once
         ("left left left right", "left right", 4),
-        ("left right jump", "left right", 2),
         ("left", "left", 6),  # 3M at most, every one counted
     ],
 )

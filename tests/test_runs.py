@@ -1,7 +1,4 @@
-"""What runs/ tells a person to type: every command of every script has flags that its stage knows.
-
-The scripts run in a copy of their folder, with a `python` that only notes what it is asked for.
-"""
+"""Every command of the scripts in runs/ and of the pages has flags that its stage knows."""
 
 import functools
 import importlib
@@ -29,7 +26,7 @@ COMMANDS = "bash basename cat date dirname env grep head ls mkdir nproc printf r
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
-    """Run a script of the copy and return its commands, each [file.py, flag, ...]."""
+    """Run a script of a copy, whose `python` only notes what it is asked for: commands, each [file.py, flag, ...]."""
     root = tmp_path_factory.mktemp("copy")
     bin_, log = root / "bin", root / "log"
     bin_.mkdir()

@@ -135,7 +135,6 @@ FAULTS = {  # no number may come from these: the message
     "filter": (choice("Action: le", "content_filter"), "gives up a reply.*content_filter"),
     "nothing said": (choice("", "length", written=12), "has room for 12 of 12 tokens"),
     "adapter": (choice("Action: left", model="first-lora"), "answers by first-lora, not by first"),
-    "a chat's": ({"choices": [{"message": {"content": "Action: left"}}]}, "answers .*content"),
     "counts": (choice("Action: left", read="many"), "answers .*many"),
     "error of status 200": ({"error": {"message": "overloaded"}}, "answers .*overloaded"),
     "a page": (b"<html>\nsign in</html>", "its reply: not valid JSON"),

@@ -153,7 +153,6 @@ def test_a_demonstration_ends_with_the_experts_last_action():
 def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, monkeypatch):
     monkeypatch.setattr(sft, "UPDATES", 3)
     sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "1", "--n-expert", "4"])
-    assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == ["train0", "train1", "train2", "train3"]
     chat = load_policy(tmp_path / "sft").chat
     assert chat.rendering == Rendering(**AIDS)
     state = State(STATE.messages[:3], "find the purse").then(
