@@ -72,8 +72,6 @@ def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played(tmp_path):
     records = [{"task_id": f"t{t}", "seed": s, "reward": r, "tokens": {"prompt": 10 * t}} for t, s, r in played]
     (group,) = groups_in(tmp_path, [RESULT | record for record in records]).values()
     assert (group.reward.mean, group.reward.n, group.mean("total")) == (0.75, 2, 15)
-    (group,) = groups_in(tmp_path, [RESULT | {"method": "scorer"}]).values()
-    assert math.isnan(group.mean("total"))  # of a scorer only the agent's own tokens are known
 
 
 def test_what_a_scorer_costs_is_not_known_and_a_bar_of_fewer_seeds_says_so(tmp_path):
