@@ -115,12 +115,6 @@ def test_qlass_meets_the_best_of_n_of_its_cost_and_of_its_samples(tmp_path):
     assert met == ["best-of-N, picked by QNet N=3", "best-of-N, picked by QNet N=2"]
 
 
-def test_what_looks_at_the_true_reward_is_called_oracle():
-    searches = [("qlass", "q", 4), ("qlass", "oracle", 1), ("qlass", "oracle", 4), ("oracle_step", "", 1)]
-    conditions = [results.Condition("webshop", method, 2, n, select) for method, select, n in searches]
-    assert [c.oracle for c in conditions] == ["oracle" in c.name for c in conditions] == [False, False, True, True]
-
-
 def test_expected_ranges_are_checked(tmp_path):
     rows = ["environment,method,M,N,select,low,high", "lake,greedy,1,1,,0.70,0.73", "lake,qlass,4,1,,0.76,0.80"]
     (tmp_path / "expected.csv").write_text("\n".join([*rows, "webshop,greedy,1,1,,0.1,0.2"]))

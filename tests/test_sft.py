@@ -168,10 +168,7 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, 
 
 
 def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, agent, fake_world, capsys):
-    """A system text beside the turns, and AgentGym's long agreement; what nobody uses is named.
-
-    Another model than the tiny one keeps its tokenizer, and has the paper's rendering.
-    """
+    """A system text beside the turns, and AgentGym's long agreement; a named model keeps its tokenizer."""
     turns = [turn | {"loss": True} for turn in ETO["conversations"]]
     turns[1]["value"] = "OK. I'll follow your instructions and try my best to solve the task."
     record = {"item_id": "x", "system": "Be brief.", "conversations": turns}
