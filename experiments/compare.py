@@ -5,8 +5,10 @@
 
     rule, expert, oracle   the environment's own players: a rule without learning; the expert; one that knows all
     oracle_step            of M candidates the one behind which most can be reached (TextEnv.optimal_value)
+    oracle_belief          the same on average over eight worlds that agree with what was seen, not in the true one
     oracle_lookahead       QLASS, but the true reward where a candidate ends the episode, as the released code has it
-    all                    all of these but the last, with M = N, so that equal numbers of actions are drawn
+    untried_likeliest, untried_qlass    these searches, but candidates untried since the last new page come first
+    all                    players, oracle_step and q_search.py's methods, with M = N, so that equal numbers are drawn
 
 Result lines are q_search.py's; `player` names the rule. With --paraphrase each candidate is sampled under its own
 wording of the task (App. A.3.2, experiments/paraphrase.py).
@@ -14,9 +16,10 @@ wording of the task (App. A.3.2, experiments/paraphrase.py).
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Generator
-from itertools import product
+from statistics import fmean
 from typing import Any
 
 import envs
@@ -27,20 +30,24 @@ from qlass import UserError, results
 from qlass.batching import Sample, Score
 from qlass.chat import Chat
 from qlass.flags import at_least
-from qlass.messages import State, react
+from qlass.messages import State, parse_action, react
 from qlass.results import Episode, Step, costs_of, describe
 from qlass.runs import run_stage
 
 PLAYERS = ("rule", "expert", "oracle")
-ORACLES = {"oracle_step": "truth", "oracle_lookahead": "q"}  # by what they score, where the episode goes on
+# By what they score, where the episode goes on, and in how many drawn worlds (0: in the true one).
+ORACLES = {"oracle_step": ("truth", 0), "oracle_belief": ("truth", 8), "oracle_lookahead": ("q", 0)}
+UNTRIED = {"untried_likeliest": "likeliest", "untried_qlass": "qlass"}
 COMPARED = [2, 4, 6]  # M and N of `all`
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant(Method):
-    """A method of an experiment."""
+    """A method of an experiment. Its `scores` may ask the environment, too."""
 
     player: str | None = None  # which rule, or with which settings
+    env: Any = dataclasses.field(default=None, compare=False)  # of the episode: `Comparison` fills it in
+    looks: bool = False  # it steps every candidate, which costs environment steps
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"player": self.player}
@@ -50,26 +57,44 @@ class Variant(Method):
 
 
 @dataclasses.dataclass(frozen=True)
-class InEnv(Variant):
-    """Its `scores` take the environment too, which is in the state."""
-
-    env: Any = dataclasses.field(default=None, compare=False)  # of the episode: `Comparison` fills it in
-    looks: bool = True  # it steps every candidate, which costs environment steps
-
-
-class Oracle(InEnv):
+class Oracle(Variant):
     """Steps each candidate: its true reward if that ends the episode, else Q or the best that can still be reached."""
+
+    drawn: int = 0  # worlds that agree with what was seen, over which it takes the mean; 0: the true world
 
     def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
         q = (yield Score(state, tuple(actions))) if self.by == "q" else [None] * len(actions)
-        scores, here = [], self.env.snapshot()
-        for action, otherwise in zip(actions, q, strict=True):
-            _, reward, done = state.act(self.env, action)
-            if not done:
-                reward = self.env.optimal_value() if otherwise is None else otherwise
-            scores.append(reward)
-            self.env.restore(here)
-        return scores
+        worlds = [self.env.imagine(*key, number) for number in range(self.drawn)] or [self.env]
+        values = [[ahead(world, state, *pair) for pair in zip(actions, q, strict=True)] for world in worlds]
+        return list(map(fmean, zip(*values, strict=True)))
+
+
+def ahead(env: envs.TextEnv, state: State, action: str, otherwise: float | None) -> float:
+    """What an action earns if it ends the episode, else `otherwise` or the best that can then be reached."""
+    here = env.snapshot()
+    _, reward, done = state.act(env, action)
+    if not done:
+        reward = env.optimal_value() if otherwise is None else otherwise
+    env.restore(here)
+    return reward
+
+
+class Untried(Variant):
+    """A search that takes a candidate untried since the last new page, if there is one."""
+
+    def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
+        scores = yield from super().scores(state, actions, key)
+        tried = tried_in_vain(state)
+        new = [parse_action(action) not in tried for action in actions]
+        return [q if first else -math.inf for q, first in zip(scores, new, strict=True)] if any(new) else scores
+
+
+def tried_in_vain(state: State) -> set[str]:
+    """The actions since the last page that was new when it came."""
+    pages = [content for role, content in state.messages if role == "user"]
+    actions = [content for role, content in state.messages if role == "assistant"]
+    newest = max(i for i, page in enumerate(pages) if page not in pages[:i])
+    return set(map(parse_action, actions[newest:]))  # the first page is the instruction, the first action "OK"
 
 
 def follow(env: envs.TextEnv, task_id: str, method: Variant) -> Episode:
@@ -102,11 +127,11 @@ class Comparison(Player):
         if method.name in PLAYERS:
             steps = follow(env, task_id, method)
             return describe(steps, [steps], {"tokens": {"prompt": 0, "generated": 0, "scored": 0}})
-        if isinstance(method, InEnv):
+        if isinstance(method, Variant):
             method = dataclasses.replace(method, env=env)
         best, episodes = yield from self.best_of(env, task_id, method)
         outcome = describe(best, episodes, costs_of(self.chat, episodes, method.read_by_qnet))
-        if isinstance(method, InEnv) and method.looks:
+        if isinstance(method, Variant) and method.looks:
             outcome["env_steps"] += sum(len(step.candidates) for steps in episodes for step in steps)
         if self.reworded:
             outcome["tokens"]["prompt"] = prompt_tokens(self.chat, episodes)
@@ -116,9 +141,11 @@ class Comparison(Player):
 def plan_of(env: envs.TextEnv, args: argparse.Namespace) -> list[Method]:
     """The methods that the flags name."""
     plans = q_search.methods(args)
-    for name, by in ORACLES.items():
-        sizes = product(args.M, args.N or [1])
-        plans[name] = [Oracle(name, by, m, n, args.select if n > 1 else None, distinct=args.distinct) for m, n in sizes]
+    for name, (by, drawn) in ORACLES.items():
+        own = {"name": name, "by": by, "drawn": drawn, "looks": not drawn}
+        plans[name] = [Oracle(**vars(method) | own) for method in plans["qlass"]]
+    for name, search in UNTRIED.items():
+        plans[name] = [Untried(**vars(method), player="untried first") for method in plans[search]]
     plans |= {
         "oracle": [Variant("oracle")],
         "expert": [Variant("oracle" if env.omniscient else "expert")],  # who knows more than the pages is an oracle
@@ -126,6 +153,8 @@ def plan_of(env: envs.TextEnv, args: argparse.Namespace) -> list[Method]:
     }
     if "rule" in args.method and not plans["rule"]:
         raise UserError(f"--method rule: {env.name} has no rules that play it")
+    if "oracle_belief" in args.method and not hasattr(env, "imagine"):
+        raise UserError(f"--method oracle_belief: {env.name} draws no worlds that agree with what was seen")
     plans["all"] = everything(env, args, plans) if "all" in args.method else []
     return list({str(method): method for name in args.method for method in plans[name]}.values())
 
@@ -133,15 +162,13 @@ def plan_of(env: envs.TextEnv, args: argparse.Namespace) -> list[Method]:
 def everything(env: envs.TextEnv, args: argparse.Namespace, plans: dict[str, list[Method]]) -> list[Method]:
     """The comparison of all methods."""
     plan = [method for name in ("oracle", "expert", "rule", "greedy", "sample") for method in plans[name]]
-    most, single = max(args.M), q_search.methods(argparse.Namespace(**vars(args) | {"N": [1]}))
-    plan += [method for method in single["random"] if most == method.M]
     (sample,) = plans["sample"]
     plan += [dataclasses.replace(sample, name="best_of_n", N=n, select=by) for by in ("q", "oracle") for n in args.M]
-    plan += single["likeliest"] if not args.server else []  # which tells no log-probability
-    plan += single["qlass"]
-    if type(env).optimal_value is not envs.TextEnv.optimal_value:
-        plan.append(Oracle("oracle_step", "truth", M=most))
-    return plan
+    valued = type(env).optimal_value is not envs.TextEnv.optimal_value
+    most, widest = max(args.M), plans["random"] + plans["oracle_step"] * valued
+    searches = [method for method in widest if most == method.M]
+    searches += plans["qlass"] + plans["likeliest"] * (not args.server)  # a server tells no log-probability
+    return plan + [dataclasses.replace(method, N=1, select=None) for method in searches]
 
 
 def parser(module: str, doc: str, rest: str = "") -> argparse.ArgumentParser:
@@ -162,7 +189,7 @@ def with_search(flags: argparse.ArgumentParser, argv: list[str] | None, *recipe:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = parser("compare", __doc__)
     add = flags.add_argument
-    names = ["all", "greedy", "sample", "best_of_n", "random", "likeliest", "qlass", *ORACLES, *PLAYERS]
+    names = ["all", "greedy", "sample", "best_of_n", "random", "likeliest", "qlass", *ORACLES, *UNTRIED, *PLAYERS]
     add("--method", nargs="+", default=["all"], choices=names, metavar="NAME", help=", ".join(names))
     add("-M", nargs="+", type=at_least(1), help="candidates a step (default: 2; with all: 2 4 6)")
     wordings = "wordings per task, one per candidate (no N: all different)"

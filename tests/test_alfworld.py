@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import itertools
 import json
 import random
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 import envs
 from data import make_alfworld
 from environments.alfworld import games as alfworld_data
+from environments.alfworld.belief import draw
 from environments.alfworld.env import ALFWorldEnv
-from environments.alfworld.expert import plan, told
+from environments.alfworld.expert import Memory, plan, told
 
 
 @pytest.fixture(scope="session")
@@ -241,13 +243,46 @@ def test_the_expert_acts_on_what_it_was_shown(env, data):
         env.reset(options={"task_id": task_id})
         start, decisions = env.candidates(), itertools.islice(env.expert(task_id), steps)
         turns = [(decision, env.step(decision[1])[0], env.candidates()) for decision in decisions]
-        return start, turns, env.memory.decide()
+        return start, turns, env.memory.decide(), [env.imagine(n).optimal_value() for n in range(4)]
 
     before, replay = shown(env), env.fork()
     seen = [r for r, name in env.game.names.items() if name in env.memory.seen]
     replay.game = replay.player = rearranged(env.game, seen, rng)
     assume(not replay.game.start.won)
     assert shown(replay) == before
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_a_belief_agrees_with_all_that_was_seen(env, data):
+    _, info = env.reset(options={"task_id": data.draw(st.sampled_from(env.task_ids("all")))})
+    for _ in range(data.draw(st.integers(0, 15))):
+        expert = env.memory.decide()
+        action = data.draw(st.sampled_from([*info["valid_actions"], *[expert] * 9 * bool(expert)]))
+        info = env.step(action)[4]
+        believed, name = env.imagine(env.steps), env.game.names
+        looked = [r for r in env.game.location if name[r] in env.memory.looked]
+        assert all(believed.state.contents[r] == env.state.contents[r] for r in looked)
+        assert believed.state._replace(contents=env.state.contents) == env.state
+        assert (believed.optimal_value() > 0) == (env.optimal_value() > 0)
+    env.memory = dataclasses.replace(env.memory, looked=frozenset(env.memory.receptacles))
+    assert env.imagine().state == env.state and env.imagine().optimal_value() == env.optimal_value()
+
+
+@pytest.mark.parametrize(("commands", "apples", "worlds"), [
+    ("look", 1, 6),  # nobody knows of a second one
+    ("go to countertop 1", 1, 1),
+    ("go to fridge 1; open fridge 1", 2, 5),  # an apple 2 says that there is another one
+])  # fmt: skip
+def test_a_belief_by_hand(commands, apples, worlds):
+    game = kitchen(APPLE)
+    state, memory = game.start, Memory.first(game.first, game.goal, {}, False)
+    for command in commands.split("; "):
+        state, text = game.step(state, command)
+        memory = memory.after(command, text, state.commands)
+    drawn = [draw(game, state, memory, random.Random(n)) for n in range(60)]
+    lies = {tuple(r for r in game.location for o in here.contents[r] if of.kinds[o] == "apple") for of, here in drawn}
+    assert {len(places) for places in lies} == {apples} and len(lies) == worlds
 
 
 def write(folder, **texts):

@@ -1,5 +1,7 @@
 """All methods side by side: the environment's players, oracles, the plan of `all`, wordings on the command line."""
 
+import math
+
 import pytest
 from fakes import FakeEnv, Script, run, word_chat
 
@@ -13,7 +15,8 @@ from qlass.batching import Sample, Score
 from qlass.files import read_jsonl
 from qlass.messages import State, parse_action
 
-STEP, LOOK = Oracle("oracle_step", "truth", M=2), Oracle("oracle_lookahead", "q", M=2)
+STEP = Oracle("oracle_step", "truth", M=2, looks=True)
+LOOK = Oracle("oracle_lookahead", "q", M=2, looks=True)
 
 
 @pytest.mark.parametrize(("method", "q", "way", "reward", "scored"), [
@@ -37,6 +40,37 @@ def test_oracles_step_each_candidate(method, q, way, reward, scored):
     assert record["tokens"]["scored"] == scored and record["tokens"]["generated"] == 6 * len(path)
 
 
+def test_a_belief_is_the_mean_of_the_worlds_drawn():
+    class Believer(FakeEnv):
+        def imagine(self, *key):
+            other = self.fork()
+            other.world = {"left": 0.6 * (key[-1] < 2), "right": 0.0}
+            return other
+
+    env, actions = Believer(), ["Action: left", "Action: right"]
+    state = State.first(env, *env.reset(options={"task_id": "test0"}))
+    belief = Oracle("oracle_belief", "truth", M=2, drawn=3, env=env)
+    assert run(belief.scores(state, actions, ("test0", 0, 0)), None)[0] == pytest.approx([0.4, 0.0])
+    with pytest.raises(UserError, match="oracle_belief: fake draws no worlds"):
+        plan("--method", "oracle_belief")
+
+
+@pytest.mark.parametrize(("turns", "scores"), [
+    ("", [2, 1]),  # both are new
+    ("left:a", [2, 1]),  # a page that is new begins again
+    ("left:a left:a", [-math.inf, 1]),
+    ("left:a left:b right:a left:b", [-math.inf, -math.inf]),
+])  # fmt: skip
+def test_untried_candidates_come_first(turns, scores):
+    state = State((("user", "walk"), ("assistant", "OK"), ("user", "start")))
+    for turn in turns.split():
+        action, page = turn.split(":")
+        state = state.then(f"Action: {action}", page)
+    (method,) = plan("--method", "untried_qlass", "-M", "2")
+    found, _ = run(method.scores(state, ["Action: left", "Thought: hm Action: right"], ()), lambda request: [2, 1])
+    assert found == (scores if math.isfinite(max(scores)) else [2, 1]) and str(method) == "qlass:untried first M=2"
+
+
 def plan(*argv: str) -> list[Method]:
     return compare.plan_of(FakeEnv(), compare.arguments(["--env", "frozenlake", *argv]))
 
@@ -49,6 +83,7 @@ def test_all_is_the_comparison_of_all_methods(monkeypatch):
     assert {"expert", "greedy", "sample", "random", "likeliest", "oracle_step"} < {m.name for m in everything}
     assert list(map(str, plan("--method", "all", "qlass", "-M", "2"))) == list(map(str, plan("-M", "2")))  # each once
     assert plan("--method", "oracle_lookahead", "-N", "3")[0].select == "q"
+    assert list(map(str, plan("-N", "3"))) == list(map(str, everything))
     monkeypatch.setattr(FakeEnv, "omniscient", True)  # its expert knows more than the pages
     assert plan("--method", "expert", "oracle") == [Variant("oracle")]
 

@@ -96,10 +96,10 @@ class Game:
 
     def begin(self, location: str, contents: dict, spots: Iterable, opened: Iterable, marks: Iterable) -> None:
         start = World(location, None, contents, frozenset(spots), frozenset(opened), frozenset(marks), {}, False)
-        self.start = self._finish(start)
+        self.start = self.finish(start)
 
     # ------------------------------------------------------------------------------------------------------- rules
-    def _finish(self, state: World) -> World:
+    def finish(self, state: World) -> World:
         return state._replace(commands=dict(self._commands(state)), won=self.holds(state))
 
     def accessible(self, state: World, receptacle: str) -> bool:
@@ -181,7 +181,7 @@ class Game:
                 adds, removes, _, _ = TREATMENTS[verb]
                 new = state._replace(marks=(state.marks | {(adds, a)}) - {(removes, a)})
                 text = f"You {verb} the {one} using the {two}."
-        return self._finish(new), text
+        return self.finish(new), text
 
     def holds(self, state: World) -> bool:
         """Whether the goal holds: it asks for *some* objects of a type, never for certain ones."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from environments import writable
 from envs import UNSET, TextEnv
 from qlass import UserError
 
-from . import engine, expert, games, textworld
+from . import belief, engine, expert, games, textworld
 
 # An action and its answer, in games of the newer and of the older grammar.
 WORDINGS = (("move {} to {}", "put {} in/on {}"), ("You move the {} to the {}.", "You put the {} in/on the {}."))
@@ -172,11 +173,22 @@ class ALFWorldEnv(TextEnv):
         self._load(snapshot[0])
         _, self.state, self.memory, self.steps, self.feedback = snapshot
 
-    def distance(self) -> int | None:
-        """The fewest steps from here for a player who knows where everything is (expert.plan); None: out of reach."""
+    def imagine(self, *key: Hashable) -> ALFWorldEnv:
+        """A fork in which what was not seen is drawn anew (belief.draw)."""
+        other, rng = self.fork(), random.Random(repr(key))
+        other.game, other.state = belief.draw(self.game, self.world(), self.memory, rng)
+        other.player = other.game
+        return other
+
+    def world(self) -> engine.World:
+        """The complete state."""
         if self.engine != "python":
             raise UserError("alfworld: plans need engine='python': TextWorld hides its state")
-        way = expert.plan(self.game, self.state)
+        return self.state
+
+    def distance(self) -> int | None:
+        """The fewest steps from here for a player who knows where everything is (expert.plan); None: out of reach."""
+        way = expert.plan(self.game, self.world())
         return None if way is None else len(way)
 
     def optimal_value(self, gamma: float = 0.99) -> float:

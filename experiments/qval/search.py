@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import q_search
-from experiments.compare import Comparison, InEnv, parser, with_search
+from experiments.compare import Comparison, Variant, parser, with_search
 from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
 from qlass import UserError, results, runs
 from qlass.batching import Sample
@@ -36,7 +36,7 @@ def decided(scores: Sequence[float | None], key: tuple) -> list[float]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Steered(InEnv):
+class Steered(Variant):
     """Takes the action of the highest score; `by` is the score's name."""
 
     entry: Entry | None = None
