@@ -9,6 +9,7 @@ planned comparisons that were played. A rival of N "equal" is the cheapest best-
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from reporting.tables import markdown
 
 FOLDER = Path(__file__).parents[1] / "runs" / "reference_output"
 CONDITION = ["agent", "method", "M", "N", "select"]
-NEW = ["seed", "reward", "low", "high", "tokens", "env_steps", "trainings"]  # columns of results.csv behind a condition
+# Columns of results.csv behind a condition; repeated: the share of steps whose action had the same answer earlier.
+NEW = ["seed", "reward", "low", "high", "tokens", "env_steps", "repeated", "trainings"]
 
 
 def over_units(values: Sequence[float]) -> Estimate:
@@ -37,12 +39,8 @@ def over_units(values: Sequence[float]) -> Estimate:
 
 def holm(p: Sequence[float]) -> list[float]:
     """p-values corrected for their number (Holm 1979), in the order given."""
-    order = sorted(range(len(p)), key=p.__getitem__)
-    corrected, largest = [0.0] * len(p), 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(p) - rank) * p[i]))
-        corrected[i] = largest
-    return corrected
+    ranked = pd.Series(p, dtype=float).sort_values(kind="stable")
+    return (ranked * range(len(p), 0, -1)).clip(upper=1.0).cummax().sort_index().tolist()
 
 
 def rows_of(results: pd.DataFrame, environment: str, split: str, condition: Sequence) -> pd.DataFrame:
@@ -106,24 +104,19 @@ def unit_rows(folders: Sequence[Path]) -> pd.DataFrame:
     rows = []
     for folder in folders:
         for group in read_results(result_files([str(folder)])):
-            c, unit = group.condition, folder.name.rpartition("-")[2]
-            condition = [
-                c.env,
-                c.label or "cloned",
-                f"{c.method}: {c.player}" if c.player else c.method,
-                c.M or 1,
-                c.N or 1,
-            ]
-            condition.append((c.select or "") if (c.N or 1) > 1 else "")
-            costs = round(group.mean("total")), round(group.mean("env_steps"), 1)
-            rows.append([*condition, unit, round(group.mean("reward"), 3), None, None, *costs, 1])
+            c, unit, N = group.condition, folder.name.rpartition("-")[2], group.condition.N or 1
+            method, select = f"{c.method}: {c.player}" if c.player else c.method, c.select or ""
+            condition = [c.env, c.label or "cloned", method, c.M or 1, N, select if N > 1 else ""]
+            reward, *costs = map(group.mean, ("reward", "total", "env_steps"))
+            repeated = group.row["repeats"].sum() / group.row["steps"].sum()
+            rows.append([*condition, unit, reward, math.nan, math.nan, *costs, repeated, 1])
     units = pd.DataFrame(rows, columns=["environment", *CONDITION, *NEW])
     means = []
     for condition, of in units.groupby(["environment", *CONDITION], sort=False):
-        mean, costs = over_units(of["reward"]), of[["tokens", "env_steps"]].mean().round(1)
-        numbers = [round(number, 3) for number in (mean.mean, mean.low, mean.high)]
-        means.append([*condition, "all", *numbers, *costs, len(of)])
-    return pd.concat([pd.DataFrame(means, columns=units.columns), units])
+        mean, others = over_units(of["reward"]), of[["tokens", "env_steps", "repeated"]].mean()
+        means.append([*condition, "all", mean.mean, mean.low, mean.high, *others, len(of)])
+    table = pd.concat([pd.DataFrame(means, columns=units.columns), units])
+    return table.round(3).round({"tokens": 1, "env_steps": 1})
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -15,6 +15,7 @@ import pandas as pd
 
 from qlass import UserError
 from qlass.files import records_of, warn
+from qlass.messages import parse_action
 from qlass.runs import input_of, meta_of, parts_of
 from reporting.stats import Estimate, interval
 
@@ -189,6 +190,7 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
     """The numbers of a result, and where it stands, so that its texts need not stay in memory."""
     steps, tokens, success = record.get("steps") or [], record["tokens"], record.get("success")
     split = record.get("split") or "test"
+    turns = {(parse_action(step.get("action", "")), step.get("observation")) for step in steps}
     return {
         "env": record["env"] if split == "test" else f"{record['env']} {split}",
         "split": split,
@@ -205,6 +207,7 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
         "total": math.nan if record["method"] == "scorer" else sum(tokens.get(part, 0) for part in COSTS),
         "steps": record.get("n_steps", len(steps)),
         "unknown": record.get("unknown_actions", 0),
+        "repeats": len(steps) - len(turns),  # steps whose action had the same answer earlier in the episode
         "env_steps": record.get("env_steps", record.get("n_steps", len(steps))),
         "file": path,
         "where": where,

@@ -2,6 +2,7 @@
 
 import pandas as pd
 import pytest
+from fakes import dump
 from scipy import stats
 
 from experiments import plans
@@ -47,6 +48,24 @@ def test_holm_by_hand():
     assert plans.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])  # 3 x .01, then 2 x .03, and no less
     with pytest.raises(UserError, match="three worlds or trainings or more"):
         plans.over_units([0.1, 0.2])
+
+
+def test_rows_of_run_folders(tmp_path):
+    turns = [("left", "wall"), ("right", "ice"), ("left", "ice"), ("left", "wall"), ("left", "wall")]  # two are repeats
+    steps = [
+        {"action": f"Thought: {n}\nAction: {action}", "observation": page} for n, (action, page) in enumerate(turns)
+    ]
+    for unit, reward in (("4", 0.2), ("5", 0.4), ("6", 0.9)):
+        line = {"task_id": "a", "env": "lake", "method": "qlass", "M": 2, "player": "untried first", "steps": steps}
+        line |= {"reward": reward, "tokens": {"prompt": 7}}
+        (tmp_path / f"run-{unit}").mkdir()
+        (tmp_path / f"run-{unit}" / "results.jsonl").write_text(
+            dump([line | {"reward": reward, "tokens": {"prompt": 7}}])
+        )
+    table = plans.unit_rows(sorted(tmp_path.iterdir())).set_index("seed")
+    assert list(table.index) == ["all", "4", "5", "6"] and set(table["method"]) == {"qlass: untried first"}
+    assert table.loc["all", ["reward", "tokens", "env_steps", "repeated", "trainings"]].tolist() == [0.5, 7, 5, 0.4, 3]
+    assert table["reward"].tolist()[1:] == [0.2, 0.4, 0.9] and table["low"].isna().tolist() == [False, True, True, True]
 
 
 def test_the_page_is_what_the_script_prints(capsys):
