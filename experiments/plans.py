@@ -40,7 +40,7 @@ def over_units(values: Sequence[float]) -> Estimate:
 def holm(p: Sequence[float]) -> list[float]:
     """p-values corrected for their number (Holm 1979), in the order given."""
     ranked = pd.Series(p, dtype=float).sort_values(kind="stable")
-    return (ranked * range(len(p), 0, -1)).clip(upper=1.0).cummax().sort_index().tolist()
+    return (ranked * [*range(len(p), 0, -1)]).clip(upper=1.0).cummax().sort_index().tolist()
 
 
 def rows_of(results: pd.DataFrame, environment: str, split: str, condition: Sequence) -> pd.DataFrame:
