@@ -207,7 +207,7 @@ def test_the_oracle_plays_the_shortest_plan_and_the_rule_is_the_expert(env):
     lengths = []
     for task_id in env.task_ids("train")[:20]:
         env.reset(options={"task_id": task_id})
-        start, distance = env.snapshot(), env.distance()
+        start, distance = env.snapshot(), len(plan(env.game, env.state))
         oracle = [(action, env.step(action)[1]) for _, action in env.oracle(task_id)]
         assert [action for action, _ in oracle] == env.game.walkthrough and len(oracle) == distance
         assert oracle[-1][1] == 1.0

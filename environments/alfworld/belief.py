@@ -18,10 +18,12 @@ def draw(game: Game, state: World, memory: Memory, rng: random.Random) -> tuple[
     as the numbers in names tell. All else stays: doors, what stands side by side, and things that no plan needs.
     """
     goal, names, kinds, traits, contents = game.goal, game.names, game.kinds, game.traits, dict(state.contents)
-    unseen = [r for r in contents if names[r] not in memory.looked | (memory.near - memory.closed)]
     wanted = {goal.object: 2 if goal.kind == "two" else 1} | ({goal.target: 1} if goal.kind == "look" else {})
     for kind, need in wanted.items():
         things = {o for o in kinds if kinds[o] == kind}
+        offered = not memory.hand or things & traits["toggleable"]  # `take` or `use` of all that lies open here
+        unseen = {*memory.receptacles} - memory.looked - (memory.near - memory.closed if offered else set())
+        unseen = [r for r in contents if names[r] in unseen]
         for r in unseen:
             known = memory.seen.get(names[r], ())
             contents[r] = tuple(o for o in contents[r] if o not in things or names[o] in known)

@@ -43,6 +43,8 @@ TREATMENTS = {
     "cool": ("iscool", "ishot", "coolable", ("fridge",)),
 }
 KNIVES = ("knife", "butterknife")
+# How an object is put somewhere, and the answer, in games of the newer and of the older wording.
+PUT, PUT_ANSWERS = ("move {} to {}", "put {} in/on {}"), ("You move the {} to the {}.", "You put the {} in/on the {}.")
 
 
 class Goal(NamedTuple):
@@ -124,8 +126,7 @@ class Game:
             if hand is None:
                 continue
             if (kind[r], kind.get(hand)) in self.can_contain and self.accessible(state, r):
-                text = f"put {name[hand]} in/on {name[r]}" if self.old else f"move {name[hand]} to {name[r]}"
-                yield text, ("put", hand, r)
+                yield PUT[self.old].format(name[hand], name[r]), ("put", hand, r)
             for verb, (_, _, trait, tools) in TREATMENTS.items():
                 if hand in traits[trait] and kind[r] in tools:
                     yield f"{verb} {name[hand]} with {name[r]}", (verb, hand, r)
@@ -171,7 +172,7 @@ class Game:
             case "put":
                 contents = {**state.contents, b: tuple(sorted({*state.contents[b], a}))}
                 new = state._replace(hand=None, contents=contents, spots=state.spots | {(a, state.location)})
-                text = f"You put the {one} in/on the {two}." if self.old else f"You move the {one} to the {two}."
+                text = PUT_ANSWERS[self.old].format(one, two)
             case "use":  # the original's lamps turn on, and say so, each time; none turns off
                 new, text = state._replace(marks=state.marks | {("istoggled", a)}), f"You turn on the {one}."
             case "slice":

@@ -16,9 +16,7 @@ from envs import UNSET, TextEnv
 from qlass import UserError
 
 from . import belief, engine, expert, games, textworld
-
-# An action and its answer, in games of the newer and of the older grammar.
-WORDINGS = (("move {} to {}", "put {} in/on {}"), ("You move the {} to the {}.", "You put the {} in/on the {}."))
+from .engine import PUT, PUT_ANSWERS
 
 
 class ALFWorldEnv(TextEnv):
@@ -43,7 +41,6 @@ class ALFWorldEnv(TextEnv):
         "look\ninventory\nwhere {obj} is an object and {recep} a receptacle, both with their number.\n"
         'An action that is not possible changes nothing, and is answered with "Nothing happens."'
     )
-    wordings = ("move {obj} to {recep}", "put {obj} in/on {recep}")  # PUT in games of the newer, the older grammar
 
     @staticmethod
     def default_options() -> dict[str, str]:
@@ -69,7 +66,7 @@ class ALFWorldEnv(TextEnv):
             data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed, writable(make_alfworld.GENERATED))
         )
         self.task_id, self.template = None, self.instruction  # no task yet
-        self.instruction = self.template.replace("PUT", self.wordings[0])
+        self.instruction = self.template.replace("PUT", PUT[0].format("{obj}", "{recep}"))
 
     @property
     def version(self) -> str:
@@ -94,7 +91,7 @@ class ALFWorldEnv(TextEnv):
         """ETO's demonstrations are of the older grammar (put X in/on Y), alfworld's games since 0.4 of the newer."""
         if self.task_id is None:
             self._load(self.split_ids("train")[0])
-        for newer, older in WORDINGS:
+        for newer, older in (PUT, PUT_ANSWERS):
             theirs, ours = (newer, older) if self.game.old else (older, newer)
             pattern = re.escape(theirs).replace(r"\{\}", r"([a-z]+ \d+|\{\w+\})")
             text = re.sub(pattern, lambda match, ours=ours: ours.format(*match.groups()), text)
@@ -109,7 +106,7 @@ class ALFWorldEnv(TextEnv):
             if self.engine == "textworld":
                 player = textworld.TextWorldGame(self.games.path(task_id))
             self.game, self.player = game, player  # together, or a game that fails to load would leave half of it
-            self.instruction = self.template.replace("PUT", self.wordings[self.game.old])
+            self.instruction = self.template.replace("PUT", PUT[game.old].format("{obj}", "{recep}"))
             self.task_id = task_id
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
@@ -186,16 +183,11 @@ class ALFWorldEnv(TextEnv):
             raise UserError("alfworld: plans need engine='python': TextWorld hides its state")
         return self.state
 
-    def distance(self) -> int | None:
-        """The fewest steps from here for a player who knows where everything is (expert.plan); None: out of reach."""
-        way = expert.plan(self.game, self.world())
-        return None if way is None else len(way)
-
     def optimal_value(self, gamma: float = 0.99) -> float:
-        """gamma ** distance, 0 where the goal is out of reach in the steps that are left.
+        """gamma ** the steps of a player who knows where everything is, 0 where the goal is out of reach.
 
         It is the best player's value. The agent may not propose the best actions, so it is no ceiling for a QNet.
         """
-        distance = self.distance()
+        way = expert.plan(self.game, self.world())
         left = float("inf") if self.max_steps is None else self.max_steps - self.steps
-        return 0.0 if distance is None or distance > left else gamma**distance
+        return 0.0 if way is None or len(way) > left else gamma ** len(way)

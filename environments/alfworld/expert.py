@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
 
-from .engine import NOTHING_HAPPENS, TREATMENTS, Game, Goal, World
+from .engine import NOTHING_HAPPENS, PUT, TREATMENTS, Game, Goal, World
 
 HAS_DOOR = ("cabinet", "drawer", "fridge", "microwave", "safe")  # a player expects to have to open these
 STATES = {"clean": "clean", "hot": "heat", "cool": "cool"}
@@ -52,7 +52,7 @@ class Memory:
     closed: frozenset[str] = frozenset()  # those found closed and not opened since
     near: frozenset[str] = frozenset()  # those within reach: several may stand side by side
     hand: str = ""
-    put: str = "move {} to {}"  # how this game words it
+    put: str = PUT[0]  # how this game words it
     told: bool = True  # the task's sentence says the wish
     treated: frozenset[tuple[str, str]] = frozenset()  # (verb, object)
     lit: frozenset[str] = frozenset()
@@ -60,9 +60,8 @@ class Memory:
     @classmethod
     def first(cls, text: str, goal: Goal, rates: Mapping[tuple[str, str], float], old: bool) -> Memory:
         room, _, sentence = text.partition("Your task is to: ")
-        put = "put {} in/on {}" if old else "move {} to {}"
         receptacles = tuple(reversed(_things(room)))  # the texts count down: "cabinet 2, a cabinet 1"
-        return cls(goal, rates, receptacles, {}, put=put, told=told(goal, sentence))
+        return cls(goal, rates, receptacles, {}, put=PUT[old], told=told(goal, sentence))
 
     def after(self, command: str, text: str, commands: Container[str]) -> Memory:
         """The memory after a command, the text that answered it, and the commands that are offered next."""
@@ -259,8 +258,7 @@ class _Way:
 
     def put(self, receptacle: str) -> None:
         self.reach(receptacle)
-        link = ("put", "in/on") if self.game.old else ("move", "to")
-        self.commands.append(f"{link[0]} {self.game.names[self.hand]} {link[1]} {self.game.names[receptacle]}")
+        self.commands.append(PUT[self.game.old].format(self.game.names[self.hand], self.game.names[receptacle]))
         self.hand = None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from reporting import tables
 from reporting.stats import Estimate, bootstrap
 
 STATE = ["block", "state"]
@@ -128,8 +129,7 @@ def label_ceiling(returns: pd.DataFrame) -> float:
 
 def markdown(table: pd.DataFrame) -> str:
     """Numbers with three digits, what could not be measured as a dash."""
-    lines = [list(table), ["---"] * len(table.columns), *(map(cell, row) for row in table.itertuples(index=False))]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return tables.markdown(table.astype(object).map(cell))
 
 
 def cell(value: Any) -> str:
