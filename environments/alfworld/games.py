@@ -34,20 +34,17 @@ def load(path: str | Path) -> Game:
     of task."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        problem, grammar, plan = data["pddl_problem"], data["grammar"], data.get("walkthrough") or []
-        if not all(isinstance(text, str) for text in (problem, grammar, *plan)):
-            raise TypeError("text is expected")
+        if (solvable := data.get("solvable")) is None:  # the original skips those too
+            raise BadGame("does not say whether it is solvable (alfworld-generate finds out)")
+        if not solvable:
+            raise BadGame(UNSOLVABLE)
+        return parse(data["pddl_problem"], data["grammar"], data.get("walkthrough") or ())
+    except BadGame:
+        raise
     except OSError as error:
         raise BadGame(f"can't be read ({error.strerror})") from None
-    except json.JSONDecodeError as error:
-        raise BadGame(f"line {error.lineno} is not JSON, the file may be truncated ({error.msg})") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadGame(f"is not a game file of ALFWorld ({type(error).__name__}: {error})") from None
-    if (solvable := data.get("solvable")) is None:  # the original skips those too
-        raise BadGame("does not say whether it is solvable (alfworld-generate finds out)")
-    if not solvable:
-        raise BadGame(UNSOLVABLE)
-    return parse(problem, grammar, plan)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise BadGame(f"is no game, or the file may be truncated ({type(error).__name__}: {error})") from None
 
 
 def parse(problem: str, grammar: str, walkthrough: Iterable[str] = ()) -> Game:
@@ -60,33 +57,26 @@ def parse(problem: str, grammar: str, walkthrough: Iterable[str] = ()) -> Game:
     facts: dict[str, list[list[str]]] = defaultdict(list)
     for words in map(str.split, init.replace(")", " ").split("(")):
         facts["".join(words[:1])].append(words[1:])
-    try:
-        location = dict(sorted(facts["receptacleatlocation"]))
-        contents = {receptacle: () for receptacle in location}
-        for o, receptacle in sorted(facts["inreceptacle"]):
-            contents[receptacle] += (o,)
-        kinds = {i: kind.removesuffix("type") for i, kind in facts["objecttype"] + facts["receptacletype"]}
-        can_contain = {(r.removesuffix("type"), o.removesuffix("type")) for r, o in facts["cancontain"]}
-        inside: dict[str, list[str]] = defaultdict(list)
-        for o, outer in sorted(facts["inreceptacleobject"]):
-            inside[outer].append(o)
-        traits = {p: {arguments[0] for arguments in facts[p]} for p in (*MARKS, *TRAITS)}
-        names = _names(objects.split())
-        nameless = (
-            location.keys() | {o for o, _ in facts["inreceptacle"]}
-        ) - names.keys() | location.keys() - kinds.keys()
-        if nameless:
-            raise BadGame(f"has a broken problem (no object or type for {min(nameless)})")
-        old = "put {o} in/on {r}" in grammar
-        task = sentence[1].strip()
-        game = Game(task, old, _goal(goal), names, kinds, location, can_contain, traits, inside, list(walkthrough))
-        marks = [(mark, o) for mark in MARKS for o in traits[mark]]
-        spots = [(o, spot) for o, spot in facts["objectatlocation"]]
-        game.begin(facts["atlocation"][0][1], contents, spots, traits["opened"], marks)
-    except (KeyError, IndexError, ValueError) as error:
-        if isinstance(error, BadGame):
-            raise
-        raise BadGame(f"has a broken problem ({type(error).__name__}: {error})") from None
+    location = dict(sorted(facts["receptacleatlocation"]))
+    contents = {receptacle: () for receptacle in location}
+    for o, receptacle in sorted(facts["inreceptacle"]):
+        contents[receptacle] += (o,)
+    kinds = {i: kind.removesuffix("type") for i, kind in facts["objecttype"] + facts["receptacletype"]}
+    can_contain = {(r.removesuffix("type"), o.removesuffix("type")) for r, o in facts["cancontain"]}
+    inside: dict[str, list[str]] = defaultdict(list)
+    for o, outer in sorted(facts["inreceptacleobject"]):
+        inside[outer].append(o)
+    traits = {p: {arguments[0] for arguments in facts[p]} for p in (*MARKS, *TRAITS)}
+    names = _names(objects.split())
+    things = location.keys() | {o for o, _ in facts["inreceptacle"]}
+    if nameless := (things - names.keys()) | (location.keys() - kinds.keys()):
+        raise BadGame(f"has no object or type for {min(nameless)}")
+    old = "put {o} in/on {r}" in grammar
+    task = sentence[1].strip()
+    game = Game(task, old, _goal(goal), names, kinds, location, can_contain, traits, inside, list(walkthrough))
+    marks = [(mark, o) for mark in MARKS for o in traits[mark]]
+    spots = [(o, spot) for o, spot in facts["objectatlocation"]]
+    game.begin(facts["atlocation"][0][1], contents, spots, traits["opened"], marks)
     return game
 
 
@@ -200,9 +190,8 @@ def problem(path: str | Path) -> str | None:
     """What keeps a file from being played, judged by its bytes: loading them all would take seconds."""
     try:
         text = Path(path).read_bytes()
-        if text.rstrip().endswith(b"}") and b'"solvable": true' in text[-20_000:] and b"(:goal" in text:
-            return None
-        load(path)
+        if not (text.rstrip().endswith(b"}") and b'"solvable": true' in text[-20_000:] and b"(:goal" in text):
+            load(path)
     except OSError as error:
         return f"can't be read ({error.strerror})"
     except BadGame as error:
