@@ -31,6 +31,7 @@ METHODS = {  # in the order of the table
     "likeliest": "search by the agent's log-probability",
     "qlass": "QLASS",
     "oracle_step": "choice by true value (oracle)",
+    "oracle_belief": "choice by the value in worlds that agree with what was seen (oracle)",
     "oracle_lookahead": "look-ahead of the released code (oracle)",
     "lookahead": "look-ahead by QNet",
     "beam": "beam by QNet",
