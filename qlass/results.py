@@ -18,7 +18,7 @@ from qlass.files import warn
 from qlass.messages import State
 from qlass.models import settle_precision
 from qlass.published import leaks
-from qlass.runs import Output, meta_of, my_share
+from qlass.runs import Output, meta_of, my_share, outdated
 
 # --------------------------------------------------------------------------- the outcome of a task
 
@@ -152,6 +152,7 @@ def play(
     if begun != env.version:
         versions = f"version {begun} of {env.name}, not {env.version}"
         raise UserError(f"{args.out}: is of {versions}: name another --out")
+    before, used = len(out.records), [args.sft, args.qnet][: 1 + any(m.needs_q for m in plan)]
     width, share = args.in_flight or env.side_by_side, set(my_share(tasks))
     shared = {"env": env.name, "split": args.split, "label": args.label}
 
@@ -173,6 +174,9 @@ def play(
     out.records = out.read()
     figures = {"leaks": leaks(env, out.records, args), "cloned": cloned, "protocol": told}
     out.finish([*chain(*keys.values())], **figures)
+    for product, source in chain(*map(outdated, used)) if len(out.records) == before else ():
+        reason = f"all was played before {source} changed"
+        raise UserError(f"{args.out}: {reason}: make {product} again, and then this (--overwrite)")
     by_key = {identity(record): record for record in out.records}
     for method, task_of in keys.items():
         played = [by_key[key] for key in task_of if key in by_key]
@@ -182,3 +186,5 @@ def play(
         unknown = sum(record.get("unknown_actions", 0) for record in played) / steps
         if unknown > 0.05:
             warn(f"{method}: the environment did not know {unknown:.0%} of its actions")
+    if len(out.records) == before:
+        print(f"{args.out}: all of this was played before; --overwrite plays it again")

@@ -24,7 +24,7 @@ import envs
 import q_search
 import train_qnet
 from environments import fingerprint
-from qlass import UserError, files, runs
+from qlass import UserError, files, results, runs
 from qlass.files import read_jsonl
 from qlass.flags import Parser
 from qlass.published import cloned_from
@@ -310,6 +310,12 @@ def test_other_data_and_another_precision_are_refused(tmp_path, agent, capsys, m
     os.utime(world, (1, 1))  # the same content at another time
     q_search.main([*play, "2"])
     assert "other files" not in capsys.readouterr().err
+    q_search.main([*play, "2"])
+    assert capsys.readouterr().out.endswith(": all of this was played before; --overwrite plays it again\n")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"before expert.jsonl changed: make .* again"):
+        patch.setattr(results, "outdated", lambda path: [(path, "expert.jsonl")])
+        q_search.main([*play, "2"])
+    assert "mean reward" not in capsys.readouterr().out
     with pytest.raises(UserError, match="begun with --precision float32, not bf16"):  # as on a GPU
         q_search.main([*play, "3", "--precision", "bf16"])
     world.write_text(json.dumps(WORLD).replace("0.5", "0.7"))  # of the same size
