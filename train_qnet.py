@@ -190,7 +190,7 @@ def family_loss(
         sum_a e(a)^2 = k mean(e)^2 + sum_a (e(a) - mean(e))^2.
 
     Most of the error is in the first term, but only the second one can change the siblings' order:
-    that is what the rank weight counts again (runs/reference_output/ranking.md).
+    that is what the rank weight counts again (runs/reference_output/README.md).
     """
     losses, last = [], []
     for pair in family:

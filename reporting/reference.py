@@ -38,16 +38,12 @@ RANKING = dict([*LINES.items()][:2]) | {  # and what is added to the agent's nam
 }
 SETTING = ["environment", "split", "commit"]
 PANELS = {  # title: environment, split, commit of results.csv, agent
-    "WebShop": ("webshop", "test 400-830", "208754c", "cloned"),
-    "half of the demonstrations": ("webshop", "test 400-830", "83d907e", "cloned, half of the demonstrations"),
-    "real products": ("webshop_real", "test", "83d907e", "cloned"),
     "ALFWorld, unseen": ("alfworld", "valid_unseen", "208754c", "cloned"),
     "real games, unseen": ("alfworld_real", "valid_unseen", "d871414", "cloned"),
     "with thoughts, unseen": ("alfworld", "valid_unseen, first games", "d11bad8", "cloned with thoughts"),
-    "FrozenLake": ("frozenlake", "lakes2", "208754c", "cloned"),
-    "WebShop's worlds": ("webshop", "test, own worlds", "7959f49", "cloned"),
-    "ALFWorld's worlds": ("alfworld", "valid_unseen, own worlds", "7959f49", "cloned"),
-    "FrozenLake, five trainings": ("frozenlake", "lakes2, own worlds", "7959f49", "cloned"),
+    "five shops of WebShop": ("webshop", "test, own worlds", "7959f49", "cloned"),
+    "three sets of ALFWorld's games": ("alfworld", "valid_unseen, own worlds", "7959f49", "cloned"),
+    "five trainings on FrozenLake": ("frozenlake", "lakes2, own worlds", "7959f49", "cloned"),
     "ALFWorld's real games": ("alfworld_real", "valid_unseen, first 30", "a95484b", "SmolLM2-135M"),
     "WebShop's real products": ("webshop_real", "test, first 30", "ed5ba0a", "SmolLM2-135M"),
     "FrozenLake, new starts": ("frozenlake", "lakes, 49 to 118", "a51ce67", "SmolLM2-135M, head alone"),
@@ -56,10 +52,8 @@ PANELS = {  # title: environment, split, commit of results.csv, agent
     "118 starts on FrozenLake": ("frozenlake", "lakes", "ece9359", "cloned, small"),
 }
 FIGURES = {  # file: lines, and the titles of its panels
-    "tokens": (LINES, ("WebShop", "ALFWorld, unseen", "FrozenLake")),
-    "webshop": (LINES, ("WebShop", "half of the demonstrations", "real products")),
+    "tokens": (RANKING, ("five shops of WebShop", "three sets of ALFWorld's games", "five trainings on FrozenLake")),
     "alfworld": (LINES, ("ALFWorld, unseen", "real games, unseen", "with thoughts, unseen")),
-    "ranking": (RANKING, ("WebShop's worlds", "ALFWorld's worlds", "FrozenLake, five trainings")),
     "smollm2": (PRETRAINED, ("ALFWorld's real games", "WebShop's real products", "FrozenLake, new starts")),
     "searches": (LINES, ("100 tasks of WebShop", "100 games of ALFWorld", "118 starts on FrozenLake")),
 }
@@ -68,7 +62,7 @@ FIGURES = {  # file: lines, and the titles of its panels
 def draw(results: pd.DataFrame, lines: dict, titles: Sequence[str]) -> Figure:
     """Mean reward with its interval against tokens per task; below it minus the agent's, a dot per seed, if all panels
     have seeds. Marks are M or N, of MCTS its simulations."""
-    panels = [results[(results[SETTING] == PANELS[title][:3]).all(axis=1)] for title in titles]
+    panels = [results[(results[SETTING] == [*PANELS[title][:3]]).all(axis=1)] for title in titles]
     paired = all((panel["tokens"].notna() & (panel["seed"] != "all")).any() for panel in panels)
     figure = Figure(figsize=(9.3, 6 if paired else 3.7), layout="constrained")
     grid = figure.subplots(1 + paired, len(titles), squeeze=False, height_ratios=(3, 2)[: 1 + paired])

@@ -25,7 +25,7 @@ case $ENV in
     webshop)  # gamma .98, since with the paper's .9 the ten steps of a careful purchase are worth less than buying the first
               # product at once. Many small trees teach QNet more than few large ones of as many rollouts
         tasks=(--skip 400 --limit 0) trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98)
-        # Trained to the end, where the learning rate is 0, and with a loss on the order of siblings (ranking.md).
+        # Trained to the end, where the learning rate is 0, and with a loss on the order of siblings (reference_output/README.md).
         qnet=(--epochs "${EPOCHS:=3}" --patience "$EPOCHS" --rank-weight "${RANK_WEIGHT:=4}") ;;
     alfworld)  # without the thoughts that repeat what earlier pages said, an aid (docs/differences.md)
         common+=(--env-option thoughts=false) splits=(valid_unseen valid_seen) sft=(--n-expert 600)
