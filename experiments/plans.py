@@ -70,7 +70,8 @@ def rival(results: pd.DataFrame, plan: pd.Series, tokens: float) -> list:
 def name_of(condition: Sequence) -> str:
     agent, method, M, N, select = condition
     sizes = [f"{key} = {size}" for key, size in (("M", M), ("N", N)) if str(size) != "1"]
-    return ", ".join([f"{method} by {select}" if select and method == "best_of_n" else method, *sizes, agent])
+    method = f"{method} by {select}" if select and method == "best_of_n" else method
+    return ", ".join(filter(None, [method, *sizes, agent.removeprefix("cloned").removeprefix(", ").strip()]))
 
 
 def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
