@@ -25,7 +25,8 @@ from reporting.tables import markdown
 FOLDER = Path(__file__).parents[1] / "runs" / "reference_output"
 CONDITION = ["agent", "method", "M", "N", "select"]
 # Columns of results.csv behind a condition; repeated: the share of steps whose action had the same answer earlier.
-NEW = ["seed", "reward", "low", "high", "tokens", "env_steps", "repeated", "trainings"]
+COSTS = {"total": "tokens", "generated": "generated", "env_steps": "env_steps", "resets": "resets"}  # means per task
+NEW = ["seed", "reward", "low", "high", *COSTS.values(), "repeated", "trainings"]
 
 
 def over_units(values: Sequence[float]) -> Estimate:
@@ -108,16 +109,16 @@ def unit_rows(folders: Sequence[Path]) -> pd.DataFrame:
             c, unit, N = group.condition, folder.name.rpartition("-")[2], group.condition.N or 1
             method, select = f"{c.method}: {c.player}" if c.player else c.method, c.select or ""
             condition = [c.env, c.label or "cloned", method, c.M or 1, N, select if N > 1 else ""]
-            reward, *costs = map(group.mean, ("reward", "total", "env_steps"))
+            reward, *costs = map(group.mean, ("reward", *COSTS))
             repeated = group.row["repeats"].sum() / group.row["steps"].sum()
             rows.append([*condition, unit, reward, math.nan, math.nan, *costs, repeated, 1])
     units = pd.DataFrame(rows, columns=["environment", *CONDITION, *NEW])
     means = []
     for condition, of in units.groupby(["environment", *CONDITION], sort=False):
-        mean, others = over_units(of["reward"]), of[["tokens", "env_steps", "repeated"]].mean()
+        mean, others = over_units(of["reward"]), of[[*COSTS.values(), "repeated"]].mean()
         means.append([*condition, "all", mean.mean, mean.low, mean.high, *others, len(of)])
     table = pd.concat([pd.DataFrame(means, columns=units.columns), units])
-    return table.round(3).round({"tokens": 1, "env_steps": 1})
+    return table.round(3).round(dict.fromkeys(COSTS.values(), 1))
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

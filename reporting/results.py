@@ -210,6 +210,7 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
         "unknown": record.get("unknown_actions", 0),
         "repeats": len(steps) - len(turns),  # steps whose action had the same answer earlier in the episode
         "env_steps": record.get("env_steps", record.get("n_steps", len(steps))),
+        "resets": record.get("resets", 1),
         "file": path,
         "where": where,
     }
