@@ -44,6 +44,21 @@ def q_values(tree: list[dict], gamma: float) -> list[float]:
     return q
 
 
+def min_max(values: list[float]) -> list[float]:
+    """The last lines of Algorithm 3: to [0, 1] within the tree; all 0 if all are equal."""
+    low, high = min(values), max(values)
+    return [(v - low) / (high - low) if high > low else 0.0 for v in values]
+
+
+def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
+    raw = TARGETS[target](tree, gamma)
+    values = zip(tree, raw, min_max(raw), strict=True)
+    return [node | {"q_raw": value, "q": scaled} for node, value, scaled in values]
+
+
+# ----------------------------------------- other targets (Sec. 5.2, Fig. 4), which discount nothing
+
+
 def average_rewards(tree: list[dict], gamma: float) -> list[float]:
     """The mean of the final rewards below a node (Math-Shepherd's soft estimate, Section 5.2)."""
     children = children_of(tree)
@@ -63,20 +78,11 @@ def branch_rewards(tree: list[dict], gamma: float) -> list[float]:
     return [min(rewards, default=0.0), *rewards]  # no branch made the root: the lowest
 
 
-def min_max(values: list[float]) -> list[float]:
-    """The last lines of Algorithm 3: to [0, 1] within the tree; all 0 if all are equal."""
-    low, high = min(values), max(values)
-    return [(v - low) / (high - low) if high > low else 0.0 for v in values]
-
-
 TARGETS = {"q": q_values, "avg": average_rewards, "reward": branch_rewards}
 NEEDS = {"reward": ["branch", "done"]}  # fields of a node that not every tree has
 
 
-def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
-    raw = TARGETS[target](tree, gamma)
-    values = zip(tree, raw, min_max(raw), strict=True)
-    return [node | {"q_raw": value, "q": scaled} for node, value, scaled in values]
+# --------------------------------------------------------------------------------------------- main
 
 
 def metrics(labelled: list[list[dict]]) -> dict[str, Any]:
@@ -106,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     args.trees = need(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
     if args.trees.parent.resolve() == args.out.parent.resolve():
-        args.free.append("trees")  # more of the run's own add labels, and change none
+        args.free.append("trees")  # trees that the run gets later are no other recipe
     trees = read_trees(args.trees, NEEDS.get(args.target, []))
     labelled = [label(tree, args.target, args.gamma) for tree in trees]
     if not labelled:

@@ -126,7 +126,7 @@ class Explorer:
             node = queue.popleft()  # line 5: first in, first out
             if self.may_expand(node):  # line 6
                 branch = yield from self.rollout(node)  # lines 7-8
-                if branch[-1].reward == 0:  # line 9: stop expansion
+                if not (branch[-1].reward or branch[-1].cut):  # line 9: stop expansion
                     branch = branch[:2] if self.prune == "tail" else []
                 queue.extend(branch)  # line 10
 
@@ -143,7 +143,7 @@ class Explorer:
         branch = [node]
         draws = 1 + EXTRA_DRAWS
         while not node.done and node.depth < self.max_steps:
-            self.env.restore(node.snapshot)  # `step` enters an old child without a step
+            self.env.restore(node.snapshot)  # an old child was entered without a step
             noise = (self.task_id, self.branches, node.depth)
             candidates = yield ask(self.env, node.state, draws, noise, self.rendering)
             actions = [candidate.text for candidate in candidates]
@@ -164,7 +164,7 @@ class Explorer:
         node = root
         branch = [root]
         for action in actions or expert:
-            if node.done and not self.was_cut(node):
+            if node.done and not self.reopened(node):
                 break
             node = self.step(node, action, "expert")
             node.expert = True
@@ -178,8 +178,9 @@ class Explorer:
     def at_limit(self, node: Node) -> bool:
         return node.source == "policy" and node.depth == self.max_steps
 
-    def was_cut(self, node: Node) -> bool:
-        """Whether the limit ended the agent's episode: it goes on with the demonstration."""
+    def reopened(self, node: Node) -> bool:
+        """Take the last action again, without the limit. Whether the episode goes on: then its end
+        is taken back, for the demonstration."""
         assert node.parent and node.action
         self.env.restore(node.parent.snapshot)
         *_, done = node.parent.state.act(self.env, node.action)  # without the limit
@@ -294,7 +295,8 @@ def main(argv: list[str] | None = None) -> None:
     args.out = args.out or args.run / "trees.jsonl"
     args.depth = env.tree_depth if args.depth is None else args.depth
     # From the far end of the list, where the agent has seen the fewest demonstrations.
-    tasks = env.task_ids("train")[::-1][: args.limit or None]
+    order = env.task_ids("train")[::-1]
+    tasks = order[: args.limit or None]
     demonstrations = published.demonstrations_for(env, tasks, args)
     settle_precision(args)
     trees = Output(args.out, args, itemgetter("task_id"), sft=args.sft, expert=args.expert)
@@ -309,7 +311,9 @@ def main(argv: list[str] | None = None) -> None:
         tokens = agent.computed if len(todo) == len(tasks) else None
     records = trees.read()
     counts = metrics(records) | published.failures(records, demonstrations or {})
-    trees.finish(tasks, tasks=tasks, **counts, tokens=tokens)
+    grown = {*tasks, *(node["task_id"] for node in records)}  # more than --limit, if it was larger
+    planned = [task for task in order if task in grown]
+    trees.finish(planned, tasks=planned, **counts, tokens=tokens)
     tell(trees.path, counts)
 
 

@@ -280,6 +280,7 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     if begun not in (None, args.env_files):
         warn(f"{args.run} was begun with other files than --env-option names now: put them back")
     env = make(args.env, **named, **options)
+    args.env_version = env.version
     in_flight = getattr(args, "in_flight", None) or 1
     if args.env not in ENVIRONMENTS and in_flight > env.side_by_side:
         reason = f"{env.name} may have {env.side_by_side} open at once, its side_by_side"

@@ -61,7 +61,7 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
 
 def collect(env: envs.TextEnv, args: argparse.Namespace) -> None:
     """Write what is missing of expert.jsonl: the first --n-expert training tasks."""
-    settings = runs.only(args, "env", "env_option", "env_files")
+    settings = runs.only(args, "env", "env_option", "env_files", "env_version")
     out = runs.Output(args.expert, settings, itemgetter("task_id"), alone=True)
     done = len(out.records)
     tasks = env.task_ids("train")[: args.n_expert and max(args.n_expert, done)]
@@ -78,10 +78,8 @@ def hold_out(expert: list[Demonstration]) -> tuple[list[Demonstration], list[Dem
     tasks = list(dict.fromkeys(demonstration.opening for demonstration in expert))
     n = max(16, len(tasks) // 20) if len(tasks) >= 64 else 0
     held_out = {tasks[i * len(tasks) // n] for i in range(n)}
-    parts: tuple[list, list] = [], []
-    for demonstration in expert:
-        parts[demonstration.opening in held_out].append(demonstration)
-    return parts
+    learned = [demonstration for demonstration in expert if demonstration.opening not in held_out]
+    return learned, [demonstration for demonstration in expert if demonstration.opening in held_out]
 
 
 @dataclasses.dataclass
@@ -104,12 +102,14 @@ def example_of(
 ) -> Example:
     """A trajectory, cut at `limit` tokens; answer: the tokens of what follows its last action.
 
-    Each token that the agent wrote, Eq. (5)'s a_t and OK, is predicted by the token before it; with
-    an answer weight, each token of the environment's answer by the last token of the action.
+    Each token that the agent wrote, Eq. (5)'s a_t and OK, is predicted by the token before it. With
+    an answer weight, all tokens of the environment's answer are predicted by the action's last one,
+    whatever their order.
     """
     ids: list[int] = []
     targets = []
-    for turn, tokens in enumerate([*chat.message_tokens(state), answer]):  # user and agent in turns
+    # User and agent take turns, as a system message is in the first list.
+    for turn, tokens in enumerate([*chat.message_tokens(state), answer]):
         if turn % 2:
             targets += [(len(ids) - 1 + i, token, 1.0) for i, token in enumerate(tokens)]
         elif answer_weight and turn >= chat.stays(state):
@@ -167,7 +167,7 @@ def train(model: Any, examples: list[Example], validation: list[Example], args: 
             part = sft_loss(model, group) / n  # Eq. (5), per token
             trainer.accelerator.backward(part)  # gradients accumulate
             loss += part.item()
-        loss = trainer.gather(loss)
+        loss = trainer.reduce(loss)
         for parameters in trainer.optimizer.param_groups:
             parameters["lr"] = args.lr * cosine(trainer.step, trainer.starts[-1])
         trainer.optimizer.step()
@@ -203,7 +203,7 @@ def load(args: argparse.Namespace, env: envs.TextEnv, expert: list[Demonstration
         options = {"train": not args.lora, "plain": True, "precision": args.precision}
         model, chat = models.load_checkpoint(*loading, **options)
     memory = args.lora, args.lora_alpha, args.gradient_checkpointing
-    return model, chat, models.save_memory(model, *memory)
+    return model, chat, models.prepare_training(model, *memory)
 
 
 def tokenize(
@@ -234,7 +234,7 @@ def defaults(args: argparse.Namespace, examples: int) -> dict[str, Any]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = flags.Parser(__doc__, flags.defaults(PAPER, TINY, "the tiny model"))
+    parser = flags.Parser(__doc__, flags.defaults_text(PAPER, TINY, "the tiny model"))
     add = parser.add_argument
     add("--model", default="tiny", help="tiny, a HuggingFace name or path, or a GGUF file (tiny)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
@@ -267,6 +267,8 @@ def main(argv: list[str] | None = None) -> None:
         expert = published.read(args.expert, env, args.n_expert)
         model, chat, adapter = load(args, env, expert)
         first = {} if played else published.first_messages(env, expert)
+        if env.agreement != "OK":  # which a prompt has by default
+            first = {"agreement": env.agreement, **first}
         chat.rendering = dataclasses.replace(chat.rendering, **first)
         examples, validation = tokenize(chat, expert, args, process)
         flags.fill_defaults(args, defaults(args, len(examples)))

@@ -225,7 +225,7 @@ def train(qnet: QNet, trees: list[Pairs], held_out: list[Pairs], args: argparse.
             part = part / n  # Eq. (11), per pair
             trainer.accelerator.backward(part)  # gradients accumulate
             loss += part.item()
-        loss = trainer.gather(loss)
+        loss = trainer.reduce(loss)
         for parameters, rate in zip(trainer.optimizer.param_groups, trainer.rates, strict=True):
             parameters["lr"] = rate * cosine(trainer.step, trainer.starts[-1])
         trainer.optimizer.step()
@@ -233,7 +233,7 @@ def train(qnet: QNet, trees: list[Pairs], held_out: list[Pairs], args: argparse.
         trainer.end_update(loss, tokens=sum(pack.tokens for pack in batch), last=last)
         if last:
             held = ranking(qnet.eval(), held_out, args.plain)
-            watched = held["within_mse" if weight else "mse"]
+            watched = held["within_mse" if weight and held["sibling_pairs"] else "mse"]
             validation = watched if len(held_out) >= MIN_HELD_OUT else None
             trainer.end_epoch(validation, held_out=held)
     return trainer.finish()
@@ -250,7 +250,7 @@ def ranking(qnet: QNet, trees: list[Pairs], plain: bool = False) -> dict[str, An
     `sibling_accuracy`."""
     pairs = list(itertools.chain(*trees))
     values = scorer(qnet, plain).score([Score(p.state, (p.action,)) for p in pairs])
-    scores = {(p.state, p.action): q for p, (q,) in zip(pairs, values, strict=True)}
+    scores = {(p.state, p.action): v for p, (v,) in zip(pairs, values, strict=True)}
     square = within = 0.0
     for family in itertools.chain(*map(families, trees)):
         errors = [scores[p.state, p.action] - p.q for p in family]
@@ -288,7 +288,7 @@ def sibling_accuracy(trees: list[Pairs], scores: Scores, gap: float = 0.05) -> d
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = flags.Parser(__doc__, flags.defaults(PAPER, TINY, "models below 50 M parameters"))
+    parser = flags.Parser(__doc__, flags.defaults_text(PAPER, TINY, "models below 50 M parameters"))
     add = parser.add_argument
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
@@ -315,7 +315,7 @@ def load(args: argparse.Namespace) -> tuple[QNet, Any]:
     backbone, chat = models.load_checkpoint(args.sft, AutoModel, train=all_weights, **options)
     qnet = QNet(backbone, chat)
     memory = args.lora, args.lora_alpha, args.gradient_checkpointing
-    adapter = models.save_memory(backbone, *memory)
+    adapter = models.prepare_training(backbone, *memory)
     if args.freeze:
         backbone.requires_grad_(False)
     settings = TINY if sum(p.numel() for p in backbone.parameters()) < SMALL else PAPER
@@ -326,7 +326,7 @@ def load(args: argparse.Namespace) -> tuple[QNet, Any]:
 def save(qnet: QNet, args: argparse.Namespace, adapter: Any) -> None:
     dtype = models.PRECISIONS[args.precision]
     with files.draft_of(args.out) as folder:
-        qnet.backbone = models.ordinary(qnet.backbone, folder, adapter, dtype)
+        qnet.backbone = models.full_weights(qnet.backbone, folder, adapter, dtype)
         qnet.save_pretrained(folder)
         models.read_back(folder, qnet.backbone)
 

@@ -102,7 +102,7 @@ def training(
 ) -> str:
     """Peak memory, tokens a second and model FLOP utilisation of packed QNet training, as cells of a row."""
     backbone, chat = models.load_checkpoint(run / "base", transformers.AutoModel, None, load_in, train=not lora)
-    models.save_memory(backbone, lora, None, checkpointing)
+    models.prepare_training(backbone, lora, None, checkpointing)
     qnet = QNet(backbone, chat).train()
     optimizer = models.adamw([(qnet, 1e-5)], optim)
     pairs = [[pair] for tree in read_trees(run / "q_labels.jsonl", ["q", "messages"]) for pair in pairs_of(tree)]

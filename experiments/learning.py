@@ -121,7 +121,7 @@ def trainable(args: argparse.Namespace, kind: Any) -> tuple[Any, Chat, Any]:
     """--sft as a model of class `kind` that trains as the flags ask, its Chat, and PEFT's view of LoRA's updates."""
     how = {"train": not args.lora, "rendering": rendering_of(args.sft, args, PROMPTED)}
     model, chat = models.load_checkpoint(args.sft, kind, args.device, args.load_in, **how)
-    adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
+    adapter = models.prepare_training(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
     # Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled.
     rates = ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop")
     for module, name in itertools.product(model.modules(), rates):

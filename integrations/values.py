@@ -18,10 +18,10 @@ from qlass.messages import State
 def turn_values(qnet: Any, messages: list, task: str = "") -> tuple[list[float], list[float]]:
     """Q(s, a) of each action, and its gain over the action before. The gains sum to the last Q."""
     state = State.load([turn if isinstance(turn, dict) else vars(turn) for turn in messages], task)
-    turns, agreement = state.messages, getattr(qnet, "qnet", qnet).chat.rendering.agreement or "OK"
-    start = 3 if turns[0][0] == "system" else 2  # of the first observation
-    if turns[start - 1 : start] != (("assistant", agreement),):
-        raise UserError(f"messages begin with an instruction and {agreement!r}, as QNet learned them")
+    turns, system = state.messages, state.messages[0][0] == "system"
+    if not (opening := getattr(qnet, "qnet", qnet).chat.aids.opening(turns[system:])):
+        raise UserError("messages begin with an instruction and the agent's OK, as QNet learned them")
+    start = system + opening  # of the first observation
     places = range(start + 1, len(turns), 2)
     q = [value for [value] in qnet.score([Score(State(turns[:n], task), (turns[n][1],)) for n in places])]
     return q, [after - before for before, after in pairwise([0.0, *q])]

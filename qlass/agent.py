@@ -34,7 +34,7 @@ def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) ->
     An option `instruction` of the environment overrides its part.
     """
     env.system = env.system if rendering.system is None else rendering.system
-    env.agreement = rendering.agreement or env.agreement
+    env.agreement = rendering.agreement = rendering.agreement or env.agreement
     if rendering.instruction in (None, env.instruction):
         return
     if any(option.startswith("instruction=") for option in args.env_option):

@@ -259,8 +259,8 @@ class Chat:
 
     def stays(self, state: State) -> int:
         """How many lists at the front of a prompt are never cut: instruction, agreement, task."""
-        apart = ("assistant", self.rendering.agreement or "OK") in state.messages[1:3]
-        return 3 if apart and self.aids.keep_instruction else 1
+        turns = [message for message in state.messages if message[0] != "system"]
+        return 1 + self.aids.opening(turns) * self.aids.keep_instruction
 
     def is_cut(self, state: State) -> bool:
         """Does its prompt lack what --truncate leaves out?"""

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         self.free_names.append(self.group.add_argument(*names, **options).dest)
 
 
-def defaults(paper: dict[str, Any], tiny: dict[str, Any], small: str) -> str:
+def defaults_text(paper: dict[str, Any], tiny: dict[str, Any], small: str) -> str:
     """What a stage's --help says of them; small: the models that have the second."""
     texts = []
     for settings in (paper, tiny):
@@ -47,7 +47,7 @@ def defaults(paper: dict[str, Any], tiny: dict[str, Any], small: str) -> str:
 
 
 def add_memory(parser: Parser) -> None:
-    """How a large model is trained in little memory; for `models.save_memory`."""
+    """How a large model is trained in little memory; for `models.prepare_training`."""
     add = parser.add_argument
     add("--load-in", choices=["4bit", "8bit"], help="bits per weight")
     add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank alone")

@@ -54,12 +54,12 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
 
 
 def settle_precision(args: Any) -> None:
-    """Set what --precision or --server stands for here: a resumed run must not mix a GPU's numbers
+    """Set what --precision and --server stand for here: a resumed run must not mix a GPU's numbers
     and a CPU's, nor two models'."""
-    if not getattr(args, "server", None):
+    if "precision" in args:  # a chat agent has none here
         dtype = device_and_dtype(args.device, args.precision)[1]
         args.precision = next(name for name, value in PRECISIONS.items() if value == dtype)
-    else:
+    if getattr(args, "server", None):
         args.server_model = Server(args.server).model
 
 
@@ -293,7 +293,7 @@ def outputs(model: Any) -> torch.Tensor:
 # ---------------------------------------------------------------------------- training and saving
 
 
-def save_memory(
+def prepare_training(
     model: Any, rank: int | None = None, alpha: int | None = None, checkpointing: bool = False
 ) -> Any:
     """Prepare an agent's model for training by the flags of `add_memory`, in place. Returns PEFT's
@@ -333,7 +333,7 @@ def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:
     return optimizer(groups, weight_decay=0.0, betas=(0.9, 0.95))
 
 
-def ordinary(model: Any, folder: Path, adapter: Any = None, dtype: Any = None) -> Any:
+def full_weights(model: Any, folder: Path, adapter: Any = None, dtype: Any = None) -> Any:
     """A model as it is saved: all bits of the weights, with LoRA's updates, which are also kept in
     folder/adapter, in `dtype`. adapter: PEFT's view of the model, None without updates."""
     if adapter:
@@ -353,9 +353,9 @@ def ordinary(model: Any, folder: Path, adapter: Any = None, dtype: Any = None) -
 def save_checkpoint(
     model: Any, chat: Chat, folder: Path, adapter: Any = None, dtype: Any = None
 ) -> None:
-    """A HuggingFace checkpoint with its tokenizer and rendering, of the `ordinary` model."""
+    """A HuggingFace checkpoint with its tokenizer and rendering, of the `full_weights` model."""
     with draft_of(folder) as draft:
-        model = ordinary(model, draft, adapter, dtype)
+        model = full_weights(model, draft, adapter, dtype)
         model.save_pretrained(draft)
         chat.save(draft)
         read_back(draft, model)

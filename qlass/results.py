@@ -148,10 +148,6 @@ def play(
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     out = Output(args.out, args, identity, sft=args.sft, qnet=args.qnet, **inputs)
     told = protocol(args, env)
-    begun = meta_of(args.out).get("protocol", told)["version"]
-    if begun != env.version:
-        versions = f"version {begun} of {env.name}, not {env.version}"
-        raise UserError(f"{args.out}: is of {versions}: name another --out")
     before, used = len(out.records), [args.sft, args.qnet][: 1 + any(m.needs_q for m in plan)]
     width, share = args.in_flight or env.side_by_side, set(my_share(tasks))
     shared = {"env": env.name, "split": args.split, "label": args.label}

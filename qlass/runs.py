@@ -51,8 +51,9 @@ def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argpa
     than the run's is refused, but a `search` only warns of it.
     """
     first, _ = parser.parse_known_args(argv)
-    source = next(filter(None, map(vars(first).get, ("sft", "trees", "labels", "qnet"))), None)
-    home = made_in(source.absolute()) if source else {}
+    sources = filter(None, map(vars(first).get, ("sft", "trees", "labels", "qnet")))
+    makers = [(source, made_in(source.absolute())) for source in sources]
+    home = makers[0][1] if makers else {}
     env = first.env or home.get("env", "webshop")
     run = first.run or Path("runs") / env.rpartition(":")[2].lower()
     begun = run_of(run)
@@ -65,7 +66,7 @@ def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argpa
         raise UserError("--lora-alpha, --load-in: they need --lora RANK")
     args.argv, args.free = sys.argv[1:] if argv is None else list(argv), parser.free_names
     args.env_option = sorted({text.partition("=")[0]: text for text in args.env_option}.values())
-    for folder, settings in ((run, begun), (source, home)):
+    for folder, settings in ((run, begun), *makers):
         if settings and world(settings) != world(vars(args)):
             args.env_files = None
             before, now = shlex.join(world(settings)), shlex.join(world(vars(args)))
@@ -113,7 +114,8 @@ def need(named: Path | None, default: Path, stage: str, args: argparse.Namespace
 
 def make(output: Path, stage: str, args: argparse.Namespace) -> None:
     """Run an earlier stage with the flags that all stages share."""
-    argv = handed_on(args)
+    begun = meta_of(output).get("argv", [])  # a stopped stage goes on as it was begun
+    argv = [word for word in begun if word != "--overwrite"] or handed_on(args)
     problem = f"{output} is missing or not complete"
     command = f"python {stage}.py {shlex.join(argv)}"
     agent = None if stage == "sft" else vars(args).get("sft")

@@ -54,6 +54,11 @@ class Aids:
         self.rendering = rendering
         self.keep_instruction = not (rendering.compact or rendering.markov)
 
+    def opening(self, messages: Sequence[Message]) -> int:
+        """How many messages stand before the task's: instruction and agreement, or none. No system
+        message is among them."""
+        return 2 * ([*messages[1:2]] == [("assistant", self.rendering.agreement or "OK")])
+
     def mark(self, text: str, task: str) -> str:
         return mark(text, task) if self.rendering.mark_matches else text
 
@@ -62,9 +67,8 @@ class Aids:
 
     def show(self, messages: list[Message], task: str) -> list[Message]:
         """The messages as the model reads them; none is a system message."""
-        compact, agreement = self.rendering.compact, self.rendering.agreement or "OK"
-        if compact and messages[1:2] == [("assistant", agreement)]:
-            messages = messages[2:]
+        compact = self.rendering.compact
+        messages = messages[self.opening(messages) if compact else 0 :]
         if self.rendering.markov:
             messages = messages[-2:] if messages[-1][0] == "assistant" else messages[-1:]
         shown: list[Message] = []
@@ -84,7 +88,9 @@ class Aids:
         after the agreement."""
         if not self.rendering.markov:
             return [len(messages)]
-        return [n for n in range(4, len(messages) + 1) if messages[n - 1][0] == "assistant"]
+        system = messages[0][0] == "system"
+        first = system + self.opening(messages[system:]) + 2
+        return [n for n in range(first, len(messages) + 1) if messages[n - 1][0] == "assistant"]
 
 
 # What its checkpoint's Rendering says.

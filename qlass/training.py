@@ -189,7 +189,7 @@ class Training:
         """This process's micro-batches, every n-th of n processes."""
         return groups[self.accelerator.process_index :: self.accelerator.num_processes]
 
-    def gather(self, loss: float) -> float:
+    def reduce(self, loss: float) -> float:
         """Sum loss and gradients of the processes and clip them; UserError before NaN spoils the
         weights."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]

@@ -203,7 +203,7 @@ def test_a_relative_base_may_begin_here_or_at_the_adapter(tmp_path, copy, base, 
 def test_an_adapter_beside_full_weights_is_refused(tmp_path, agent, place):
     """They are loaded without it, but as its base."""
     model, chat = models.load_checkpoint(agent, hf.AutoModelForCausalLM)
-    models.save_checkpoint(model, chat, tmp_path, models.save_memory(model, 2))
+    models.save_checkpoint(model, chat, tmp_path, models.prepare_training(model, 2))
     models.load_checkpoint(tmp_path, hf.AutoModelForCausalLM)  # with adapter/, which is merged
     adapter(tmp_path, tmp_path / place)
     if place == ".":
@@ -228,7 +228,7 @@ def close(x: torch.Tensor, y: torch.Tensor) -> None:
 
 def test_numbers_that_bf16_must_not_round_and_kernels_that_must_not_run():
     """Rotary frequencies in bf16 would turn a prompt of 4,000 tokens by radians; cuDNN's attention errs at times."""
-    model = models.ordinary(tiny_lm(CHAT), Path(), dtype=torch.bfloat16)
+    model = models.full_weights(tiny_lm(CHAT), Path(), dtype=torch.bfloat16)
     rotary = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and {b.dtype for b in rotary} == {torch.float32}
     assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -314,13 +314,13 @@ def test_a_training_that_cannot_train_what_was_asked_says_so(tmp_path, agent, va
     CHAT.save(tmp_path)
     few, _ = models.load_checkpoint(tmp_path, hf.AutoModelForCausalLM, None, plain=True)
     with pytest.raises(UserError, match="saved in few bits"):
-        models.save_memory(few)
+        models.prepare_training(few)
     peft.get_peft_model(few, peft.LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path / "lora")
     with pytest.raises(UserError, match="needs its base in full"):
         load_policy(tmp_path / "lora")
     net, _ = models.load_checkpoint(value_net, hf.AutoModel, None)
     with pytest.raises(UserError, match="a QNet, not an agent"):
-        models.save_memory(net)
+        models.prepare_training(net)
     with pytest.raises(UserError, match="tiny model is trained from scratch"):
         sft.arguments(["--lora", "8"])
 
@@ -342,4 +342,4 @@ def test_a_gguf_file_is_read_in_full_width(tmp_path):
     writer.close()
     model = models.load_weights(tmp_path / "m.gguf", hf.AutoModelForCausalLM, {})
     assert torch.equal(model.get_input_embeddings().weight, weights["embed_tokens.weight"])
-    assert models.save_memory(model, rank=2)
+    assert models.prepare_training(model, rank=2)

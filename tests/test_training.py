@@ -54,7 +54,7 @@ def fit(args: argparse.Namespace, scores: list[float | None], stop: int | None =
             raise Stopped
         loss = (model(data[update]) - 1).square().mean() * (float("nan") if run.step == spoil else 1)
         run.accelerator.backward(loss)
-        total = run.gather(loss.item())
+        total = run.reduce(loss.item())
         run.optimizer.param_groups[0]["lr"] = args.lr * cosine(run.step, run.starts[-1])
         run.optimizer.step()
         run.optimizer.zero_grad()
