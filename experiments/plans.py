@@ -5,7 +5,8 @@
 
 A unit is a world (a shop, a set of games) or a training, which counts as one number, so that an interval is over
 trainings and tasks at once: a t interval over units. p is also corrected by Holm's method in its family, and over all
-planned comparisons that were played. A rival of N "equal" is the cheapest best-of-N of at least as many tokens.
+planned comparisons that were played to their end. A comparison that still goes on has no p. A rival of N "equal" is the
+cheapest best-of-N of at least as many tokens.
 """
 
 import argparse
@@ -87,7 +88,8 @@ def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
             theirs = rows_of(results, *place, minus)
             gains = (ours["reward"] - theirs["reward"]).dropna()  # of the units that have both
             difference = over_units(gains)
-            p[i] = difference.p
+            if len(gains) >= int(plan["planned"]) or plan["changes"]:  # else it goes on: nothing is decided
+                p[i] = difference.p
             row |= {"difference": f"{difference:+}", "above": f"{int((gains > 0).sum())} of {len(gains)}"}
             row["tokens"] = f"{ours['tokens'].mean():,.0f} / {theirs['tokens'].mean():,.0f}"
         row |= {"minus": f"{name_of(mine)} - {name_of(minus)}", "planned": f"{plan['planned']} {plan['unit']}"}

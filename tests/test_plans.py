@@ -20,7 +20,7 @@ def rows(method: str, rewards: tuple, tokens: int, N: str = "1", select: str = "
 def plan(family: str, method: str, minus: str, N: str = "1", select: str = "") -> dict:
     side = PLACE | {"method": method, "N": "1", "select": ""}
     other = {"minus_agent": "a", "minus_method": minus, "minus_M": "1", "minus_N": N, "minus_select": select}
-    return {"family": family, "unit": "lake", "planned": "4"} | side | other
+    return {"family": family, "unit": "lake", "planned": "3", "changes": ""} | side | other
 
 
 RESULTS = pd.DataFrame([
@@ -42,6 +42,8 @@ def test_a_table_by_hand():
     assert third["difference [95 %]"] == "not played" and third["p"] == ""
     p = stats.ttest_1samp([0.1, 0.2, 0.3], 0.0).pvalue
     assert (float(first["p"]), float(first["over all"])) == pytest.approx((p, 2 * p), abs=2e-4)
+    (going_on,) = plans.table(pd.DataFrame([plan(*planned[0]) | {"planned": "4"}]), RESULTS).to_dict("records")
+    assert going_on["difference [95 %]"] == first["difference [95 %]"] and "p" not in going_on
 
 
 def test_holm_by_hand():
