@@ -227,7 +227,7 @@ def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search, monk
     both = search("--method", "greedy", "--skip", "2", "--limit", "0")
     assert [r["task_id"] for r in both] == every and both[:2] == first
     monkeypatch.setattr(FakeEnv, "version", "1")
-    with pytest.raises(UserError, match="results.jsonl was begun with --env-version 0, not 1"):
+    with pytest.raises(UserError, match="was begun with --env-version 0, not 1"):
         search("--method", "sample")
 
 
