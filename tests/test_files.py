@@ -380,3 +380,16 @@ def test_a_module_or_a_folder_of_ones_own_that_hides_ours_is_named(tmp_path, mon
     with pytest.raises(SystemExit):
         runs.run_stage(lambda: None)
     assert f"error: {tmp_path}/envs.py hides our module envs: rename it" in capsys.readouterr().err
+
+
+def test_a_second_input_of_another_environment_is_told_and_a_stopped_stage_goes_on_as_it_was_begun(
+    tmp_path, capsys, monkeypatch
+):
+    shop, lake = (wrote(tmp_path / env[-1] / "sft", *env) for env in (["--env", "webshop"], LAKE))
+    flags("--run", str(tmp_path / "new"), "--sft", str(shop), "--qnet", str(lake))
+    assert f"{lake} is of --env frozenlake --env-option map=4x4, not of --env webshop" in capsys.readouterr().err
+    trees, asked = lake.with_name("trees.jsonl"), []
+    wrote(trees, *LAKE, "--depth", "2", "--limit", "1000", "--overwrite").unlink()
+    monkeypatch.setattr(build_trees, "main", lambda argv: asked.extend(argv) or trees.touch())
+    need(None, trees, "build_trees", flags("--run", str(lake.parent)))
+    assert asked[-4:] == ["--depth", "2", "--limit", "1000"] and "--overwrite" not in asked

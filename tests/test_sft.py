@@ -131,6 +131,8 @@ def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     assert chat.tokenizer.convert_ids_to_tokens(last.ids) == words
     assert [at for at, *_ in last.targets] == [4, 5, 6]
     assert list(sft.examples_of(chat, shown(STATE), 100)) == [other, last]
+    hasty = State((("user", "you stand"), *STATE.messages[3:]), STATE.task)  # without the agent's OK
+    assert len(list(sft.examples_of(chat, shown(hasty), 100))) == 2
     # With --observation-loss the action's last token predicts the answer, if there is one.
     foretold = [(len(other.ids) - 1, token, 0.5) for token in last.ids[:5]]
     answered = sft.Example(other.ids + last.ids[:5], other.targets + foretold)
