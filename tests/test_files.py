@@ -316,6 +316,9 @@ def test_other_data_and_another_precision_are_refused(tmp_path, agent, capsys, m
         patch.setattr(results, "outdated", lambda path: [(path, "expert.jsonl")])
         q_search.main([*play, "2"])
     assert "mean reward" not in capsys.readouterr().out
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="begun with --env-version 0, not 1"):
+        patch.setattr(Filed, "version", "1")
+        q_search.main([*play, "3"])
     with pytest.raises(UserError, match="begun with --precision float32, not bf16"):  # as on a GPU
         q_search.main([*play, "3", "--precision", "bf16"])
     world.write_text(json.dumps(WORLD).replace("0.5", "0.7"))  # of the same size
