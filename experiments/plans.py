@@ -87,10 +87,10 @@ def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
             minus = rival(results, plan, ours["tokens"].mean())
             theirs = rows_of(results, *place, minus)
             gains = (ours["reward"] - theirs["reward"]).dropna()  # of the units that have both
-            difference = over_units(gains)
             if len(gains) >= int(plan["planned"]) or plan["changes"]:  # else it goes on: nothing is decided
-                p[i] = difference.p
-            row |= {"difference": f"{difference:+}", "above": f"{int((gains > 0).sum())} of {len(gains)}"}
+                p[i] = over_units(gains).p
+            row["difference"] = f"{over_units(gains):+}" if len(gains) > 2 else f"{gains.mean():+.3f}"
+            row["above"] = f"{int((gains > 0).sum())} of {len(gains)}"
             row["tokens"] = f"{ours['tokens'].mean():,.0f} / {theirs['tokens'].mean():,.0f}"
         row |= {"minus": f"{name_of(mine)} - {name_of(minus)}", "planned": f"{plan['planned']} {plan['unit']}"}
         rows.append(row)
