@@ -5,6 +5,7 @@ import math
 import signal
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -130,26 +131,63 @@ def test_sampling_settings_reach_the_server(fake):
     assert body["stop"] == ["<end>", *stops[:3]]
 
 
-FAULTS = {  # no number may come from these: the message
-    "cut prompt": (choice("Action: left", read=3), f"reads 3 tokens of {LENGTH}: a short context or another model"),
-    "filter": (choice("Action: le", "content_filter"), "gives up a reply.*content_filter"),
-    "nothing said": (choice("", "length", written=12), "has room for 12 of 12 tokens"),
-    "adapter": (choice("Action: left", model="first-lora"), "answers by first-lora, not by first"),
-    "counts": (choice("Action: left", read="many"), "answers .*many"),
-    "error of status 200": ({"error": {"message": "overloaded"}}, "answers .*overloaded"),
-    "a page": (b"<html>\nsign in</html>", "its reply: not valid JSON"),
-    "404": (404, "Error code: 404.*; is it a server's URL, with /v1"),
-    "400": ((400, {"error": {"message": "I do\nnot know top_k"}}), ".*I do not know top_k"),
+def said(message: dict, end: str = "stop", **more) -> dict:
+    return {"choices": [{"message": message, "finish_reason": end}]} | more
+
+
+def entry(index: int, *values: float) -> dict:
+    return {"index": index, "embedding": base64.b64encode(np.array(values, "<f4").tobytes()).decode()}
+
+
+def told(body: dict, **lie) -> dict:
+    with torch.inference_mode():
+        values = [float(NET(input_ids=torch.tensor([ids]))[0, -1]) for ids in body["input"]]
+    data = [entry(i, value) for i, value in enumerate(values)][::-1]
+    return {"data": data, "model": body["model"], "usage": {"prompt_tokens": sum(map(len, body["input"]))}} | lie
+
+
+NET = QNet(tiny_backbone(CHAT), CHAT, hidden=8).eval()
+SIBLINGS = Score(STATE, ("Action: left", "Action: right", "Thought: hm Action: left"))
+QUESTION = [("user", "How good is it to walk to the left here? " * 40)]  # some 400 tokens
+ASK = {
+    "sample": lambda url: ServerPolicy(url, CHAT).sample([request()]),
+    "chat": lambda url: Server(url).chat(QUESTION),
+    "score": lambda url: ServedQNet(Server(url), CHAT).score([SIBLINGS]),
 }
+FAULTS = [  # no number may come from these: the message
+    ("sample", choice("Action: left", read=3), f"reads 3 tokens of {LENGTH}: a short context or another model"),
+    ("sample", choice("", "length", written=12), "has room for 12 of 12 tokens"),
+    ("sample", {"error": {"message": "overloaded"}}, "answers .*overloaded"),
+    ("sample", b"<html>\nsign in</html>", "its reply: not valid JSON"),
+    ("sample", 404, "Error code: 404.*; is it a server's URL, with /v1"),
+    ("sample", (400, {"error": {"message": "I do\nnot know top_k"}}), ".*I do not know top_k"),
+    ("chat", said({"content": "3"}, usage={"prompt_tokens": 100}), "reads 100 tokens"),
+    ("chat", said({"content": "", "tool_calls": []}, "tool_calls"), "gives up a reply.*tool_calls"),
+    ("score", partial(told, usage={"prompt_tokens": 7}), "reads 7 tokens of [0-9]+: a short context"),
+    ("score", partial(told, model="first-lora"), "answers by first-lora, not by first"),
+    ("score", partial(told, data=[entry(i, 1, 2) for i in range(3)]), "answers .*index"),
+    ("score", partial(told, data=[entry(0, 1)]), "answers .*index"),
+    ("score", partial(told, data=[entry(i, math.inf) for i in range(3)]), "QNet's values are not finite"),
+]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_reply_that_is_none_stops_the_run(fake, pauses, fault):
-    policy, (reply, problem) = ServerPolicy(fake.url, CHAT), FAULTS[fault]
+@pytest.mark.parametrize(("kind", "reply", "problem"), FAULTS)
+def test_a_reply_that_is_none_stops_the_run(fake, pauses, kind, reply, problem):
     fake.script += [reply]
-    with pytest.raises(UserError, match=rf"^--server {fake.url}: {problem}") as error:
-        policy.sample([request()])
+    with pytest.raises(UserError, match=problem) as error:
+        ASK[kind](fake.url)
     assert len(fake.sampled()) == 1 and not pauses and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "end", "text"),
+    [({"content": None, "refusal": "No."}, "stop", "No."), ({"reasoning_content": "so"}, "length", "")],
+)
+def test_a_chats_reply(fake, message, end, text):
+    fake.script += [429, said(message, end)]
+    reply = Server(fake.url).chat(QUESTION, temperature=0.7, seed=1)
+    assert (reply.text, reply.cut) == (text, end == "length")
+    assert (fake.seen[-1]["messages"], fake.seen[-1]["seed"]) == ([{"role": "user", "content": QUESTION[0][1]}], 1)
 
 
 GOOD = [
@@ -222,68 +260,12 @@ def test_ctrl_c_stops_at_once(fake):
     signal.signal(signal.SIGINT, before)
 
 
-CHATS = [  # the message, other fields of the choice, of the reply, and what comes
-    ({"content": "Score: 3"}, {}, {}, "Score: 3"),
-    ({"content": None, "refusal": "No."}, {}, {}, "No."),
-    ({"content": None, "reasoning_content": "so"}, {"finish_reason": "length"}, {}, ""),
-    ({"content": "Score: 3"}, {}, {"usage": {"prompt_tokens": 100}}, UserError("reads 100 tokens")),
-    ({"content": "", "tool_calls": []}, {"finish_reason": "tool_calls"}, {}, UserError("gives up a reply.*tool_calls")),
-]
-
-
-@pytest.mark.parametrize(("message", "in_choice", "in_reply", "comes"), CHATS)
-def test_a_chats_reply_is_checked_too(fake, message, in_choice, in_reply, comes):
-    server, text = Server(fake.url, "--judge"), "How good is it to walk to the left here? " * 40  # some 400 tokens
-    fake.script += [429, {"choices": [{"message": message, **in_choice}], **in_reply}]
-    if isinstance(comes, UserError):
-        with pytest.raises(UserError, match=rf"^--judge {fake.url}: .*{comes}"):
-            server.chat([("user", text)])
-        return
-    reply = server.chat([("user", text)], temperature=0.7, max_tokens=9, seed=1)
-    assert (reply.text, reply.cut) == (comes, bool(in_choice))
-    assert (fake.seen[-1]["messages"], fake.seen[-1]["seed"]) == ([{"role": "user", "content": text}], 1)
-
-
-NET = QNet(tiny_backbone(CHAT), CHAT, hidden=8).eval()
-SIBLINGS = Score(STATE, ("Action: left", "Action: right", "Thought: hm Action: left"))
-
-
-def entry(index: int, *values: float) -> dict:
-    return {"index": index, "embedding": base64.b64encode(np.array(values, "<f4").tobytes()).decode()}
-
-
-def told(body: dict, **lie) -> dict:
-    with torch.inference_mode():
-        values = [float(NET(input_ids=torch.tensor([ids]))[0, -1]) for ids in body["input"]]
-    data = [entry(i, value) for i, value in enumerate(values)][::-1]
-    return {"data": data, "model": body["model"], "usage": {"prompt_tokens": sum(map(len, body["input"]))}} | lie
-
-
 def test_a_server_scores_as_the_local_qnet_and_siblings_in_one_call(fake):
     asked = [SIBLINGS, Score(STATE.then("Action: left", "you stand"), SIBLINGS.actions[:1])]
     fake.script += [told, 503, told]
     for mine, local in zip(ServedQNet(Server(fake.url), CHAT).score(asked), NET.score(asked), strict=True):
         assert mine == pytest.approx(local, abs=1e-6)
     assert sorted(len(body["input"]) for body in fake.seen) in ([1, 1, 3], [1, 3, 3])
-
-
-LIES = {  # no number may come from these: the message
-    "cut prompt": ({"usage": {"prompt_tokens": 7}}, "reads 7 tokens of [0-9]+: a short context"),
-    "other model": ({"model": "base"}, "answers by base, not by first"),
-    "an embedding": ({"data": [entry(i, 1, 2) for i in range(3)]}, "answers .*index"),
-    "too few": ({"data": [entry(0, 1)]}, "answers .*index"),
-    "half a number": ({"data": [{"index": i, "embedding": "AAA="} for i in range(3)]}, "answers .*index"),
-    "no number": ({"data": [{"index": i, "embedding": None} for i in range(3)]}, "answers .*index"),
-    "nan": ({"data": [entry(i, math.nan) for i in range(3)]}, "QNet's values are not finite"),
-    "inf": ({"data": [entry(i, math.inf) for i in range(3)]}, "QNet's values are not finite"),
-}
-
-
-@pytest.mark.parametrize(("lie", "problem"), LIES.values(), ids=LIES)
-def test_a_reply_that_is_no_value_stops_the_run(fake, lie, problem):
-    fake.script += [lambda body: told(body, **lie)]
-    with pytest.raises(UserError, match=problem):
-        ServedQNet(Server(fake.url, "--qnet"), CHAT).score([SIBLINGS])
 
 
 def test_a_search_by_a_served_qnet_is_the_local_one_and_its_recipe_names_the_model(fake, fake_world, tmp_path):
