@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -11,7 +12,9 @@ import multiprocessing
 import operator
 import os
 import socket
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.process import BaseProcess
@@ -325,3 +328,25 @@ def started(server: ThreadingHTTPServer) -> ThreadingHTTPServer:
 def stopped(server: ThreadingHTTPServer) -> None:
     server.shutdown()
     server.server_close()
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def served(command: list, log: Path, **env: str) -> Iterator[str]:
+    """A real server by this command and a port; its URL once it listens."""
+    port = free_port()
+    with log.open("w") as out, subprocess.Popen(
+        [*command, "--port", port], stdout=out, stderr=out, env=os.environ | env
+    ) as process:  # fmt: skip
+        try:
+            while socket.socket().connect_ex(("127.0.0.1", int(port))):
+                assert process.poll() is None, log.read_text()[-3000:]
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()

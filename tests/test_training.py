@@ -2,13 +2,12 @@
 
 import argparse
 import importlib
-import socket
 from pathlib import Path
 
 import accelerate
 import pytest
 import torch
-from fakes import dump, fork, training_settings
+from fakes import dump, fork, free_port, training_settings
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -147,10 +146,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
 
 def launch(main, argv: list[str], code: int) -> None:
     """As torchrun does: the same command in two processes, its rank in the environment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     processes = [fork(main, argv, RANK=rank, LOCAL_RANK=rank, **address) for rank in "01"]
     for process in processes:
         process.join(120)

@@ -1,14 +1,10 @@
 """QNet in the real vLLM of a CPU: an environment of its own, with this project's plug-in (requirements-vllm.txt)."""
 
-import os
 import shutil
-import socket
-import subprocess
-import time
 
 import pytest
 import torch
-from fakes import word_chat
+from fakes import served, word_chat
 from transformers import AutoModel, GemmaConfig, HeliumConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from qlass.batching import Score
@@ -26,27 +22,17 @@ SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.3, "p
 @pytest.mark.slow
 @pytest.mark.skipif(not VLLM, reason="no vllm on the PATH")
 @pytest.mark.parametrize("kind", KINDS)
-def test_vllm_reads_a_qnets_folder_and_gives_its_values(tmp_path, kind):
+def test_vllm_reads_a_qnets_folder_and_gives_its_values(tmp_path, monkeypatch, kind):
     torch.manual_seed(0)
     chat, state = word_chat(), State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "")
     net = QNet(AutoModel.from_config(kind(vocab_size=len(chat.tokenizer), **SIZES)), chat, hidden=8).eval()
     net.save_pretrained(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    serve = [VLLM, "serve", str(tmp_path), "--hf-overrides", '{"architectures": ["QNet"]}', "--port", str(port)]
+    serve = [VLLM, "serve", str(tmp_path), "--hf-overrides", '{"architectures": ["QNet"]}']
     serve += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    env = dict(os.environ, VLLM_TARGET_DEVICE="cpu", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
-    env.pop("CUDA_VISIBLE_DEVICES", None)  # with "" vLLM believes in Triton
-    log = tmp_path / "log"
-    with log.open("w") as out, subprocess.Popen(serve, stdout=out, stderr=out, env=env) as vllm:
-        try:
-            while "Application startup complete" not in log.read_text():
-                assert vllm.poll() is None, log.read_text()[-3000:]
-                time.sleep(1)
-            there = ServedQNet(Server(f"http://127.0.0.1:{port}/v1", "--qnet"), chat)
-            asked = [Score(s, ("Action: left", "Action: right")) for s in (state, state.then("Action: left", "you"))]
-            for mine, local in zip(there.score(asked), net.score(asked), strict=True):
-                assert mine == pytest.approx(local, abs=1e-4)
-        finally:
-            vllm.terminate()
+    env = dict(VLLM_TARGET_DEVICE="cpu", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # with "" vLLM believes in Triton
+    with served(serve, tmp_path / "log", **env) as url:
+        there = ServedQNet(Server(f"{url}/v1", "--qnet"), chat)
+        asked = [Score(s, ("Action: left", "Action: right")) for s in (state, state.then("Action: left", "you"))]
+        for mine, local in zip(there.score(asked), net.score(asked), strict=True):
+            assert mine == pytest.approx(local, abs=1e-4)
