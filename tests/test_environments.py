@@ -96,7 +96,6 @@ REFUSED = {  # options of a reset
     (("session", 7),): "reset takes task_id, or split and index, not session$",
     (("task_id", "x"), ("split", "test")): "or split and index, not task_id, split",
     (("index", 10**6),): "no task 1000000 of train, which has",
-    (("index", -1),): "no task -1",
     (("index", "first"),): "no task first",
 }
 
@@ -222,27 +221,21 @@ CLOSED["close"] = lambda self: self.simulator.update(closed=True)
 BROKEN = {  # a class that keeps the rules: its changes and what is said of each
     Switches: [
         ({"split_ids": lambda self, split: [3, 1, 2]}, "has the task id 3, which is no str"),
-        ({"split_ids": lambda self, split: ["red", "blue", "red"]}, "has a task id twice"),
         ({"task_ids": lambda self, split: random.sample(self.split_ids(split), 20)}, "or other ones at the next call"),
         ({"split_ids": lambda self, split: []}, "train has no tasks"),
         ({"reset": lambda self, **more: "All off."}, "reset returns str, not (observation, info)"),
         (step_as(lambda self, a, o, *rest: (np.zeros(6), *rest)), "is of type ndarray, not str"),
-        (step_as(lambda self, a, o, r, d, t, i: (o, r, d, i)), "ValueError: not enough values"),  # as of old gym
         (info_as(valid_actions=("done",)), "info of reset has no valid_actions, or one that is no list"),
-        ({"valid_actions": lambda self: [0, 1]}, "are no str"),
         (info_as(valid_actions=["done"]), "or not those of valid_actions()"),
         (info_as(task_id="4"), "the task_id '4', in task"),
         (info_as(task=None), "info of reset has no task"),
         (step_as(lambda self, a, o, r, *rest: (o, 0.5, *rest)), "a step earned 0.5"),  # before the end
         (step_as(lambda self, a, o, r, *rest: (o, np.float32("nan"), *rest)), "earned nan"),
-        (step_as(lambda self, a, o, r, *rest: (o, None, *rest)), "TypeError: float() argument"),
         (IDLE, "yields no step"),
         ({"expert": lambda self, task_id: iter(["done"])}, "expert yields 'done', not ("),
         (reset_as(lambda self, o, i: (f"{o} {random.random()}", i)), "reset gives, as observation, ... "),
         (step_as(lambda self, a, o, r, d, t, i: (o, r, d, False, i)), "after step('sing a song') with max_steps = 1"),
-        (step_as(lambda self, a, o, r, d, t, i: (o, r, d, t and a in SEEN, i)), "goes on after step('sing a song')"),
         (step_as(lambda self, a, *rest: (SEEN[a], *rest[1:])), "step('sing a song'): KeyError: 'sing a song' (--de"),
-        ({"fork": lambda self: self}, "with side_by_side above 1, forks share nothing"),
     ],
     Board: [
         ({"snapshot": Switches.snapshot}, "and before"),
@@ -274,10 +267,9 @@ def test_a_class_with_changing_parts_may_keep_the_rules(kind):
 class Maze(Switches):
     name, side_by_side = "maze", 2
 
-    def __init__(self, size: int, rate: float = 0.5, level: str = "1", max_steps: int | None = 5, deep: bool = False):
+    def __init__(self, size: int, rate: float = 0.5, level: str = "1", max_steps: int | None = 5):
         super().__init__()
-        self.size, self.rate, self.level, self.deep = size, rate, level, deep
-        self.door = 1 / size
+        self.size, self.rate, self.level, self.door = size, rate, level, 1 / size
 
 
 class Fragile(Switches):
@@ -292,8 +284,8 @@ class Fragile(Switches):
         return ["red", "white", "blue"]
 
 
-def asked(*options, kind="Maze", **more):
-    settings = {"run": None, "env": f"test_environments:{kind}", "env_option": list(options)}
+def asked(*options, **more):
+    settings = {"run": None, "env": "test_environments:Maze", "env_option": list(options)}
     return argparse.Namespace(**settings | more)
 
 
@@ -302,11 +294,9 @@ def asked(*options, kind="Maze", **more):
     [
         ([], "missing a required argument: 'size' (--env-option NAME=VALUE; its options: size, rate, level, max_steps"),
         (["stray=7"], "--env-option stray=7: NAME=VALUE is expected, of size, rate"),
-        (["size=big"], "--env test_environments:Maze: TypeError: unsupported operand"),
         (["size=0"], "ZeroDivisionError: division by zero (--debug shows where)"),
         (["size=2", "rate=fast"], "rate must be a number"),
         (["size=2", "max_steps=abc"], "max_steps must be a whole number"),
-        (["size=2", "deep=1"], "deep must be true or false"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_one_line(options, says, tmp_path):
@@ -315,24 +305,18 @@ def test_options_that_do_not_fit_are_refused_in_one_line(options, says, tmp_path
     assert says in str(refused.value) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("steps", ["abc", "0", "2.5", "true"])
-@pytest.mark.parametrize("name", ["frozenlake", FLAG])
-def test_a_step_limit_is_a_number_of_steps(name, steps, tmp_path):
-    with pytest.raises(UserError, match=r"max_steps=.*: a number of steps is expected, or null for no limit"):
-        envs.from_arguments(asked(f"max_steps={steps}", env=name, run=tmp_path))
-
-
 def test_options_arrive_as_their_defaults_are(tmp_path):
     env = envs.from_arguments(asked("size=2", "level=7", "rate=1", run=tmp_path), max_steps=8)
     assert (env.size, env.level, env.rate, env.max_steps) == (2, "7", 1, 8)  # which its constructor does not pass on
+    for steps, name in itertools.product(["abc", "0", "2.5", "true"], ["frozenlake", FLAG]):
+        with pytest.raises(UserError, match=r"max_steps=.*: a number of steps is expected, or null for no limit"):
+            envs.from_arguments(asked(f"max_steps={steps}", env=name, run=tmp_path))
 
 
 def test_no_more_episodes_are_open_than_a_class_allows(tmp_path):
     assert envs.from_arguments(asked("size=2", run=tmp_path, in_flight=2)).side_by_side == 2
     with pytest.raises(UserError, match="--in-flight 3: maze may have 2 open at once, its side_by_side"):
         envs.from_arguments(asked("size=2", run=tmp_path, in_flight=3))
-    with pytest.raises(UserError, match="wrapped may have 1 open at once"):  # it does not say
-        envs.from_arguments(asked(kind="Wrapped", run=tmp_path, in_flight=2))
     envs.from_arguments(asked(env="sciworld", run=tmp_path / "other", in_flight=99))
 
 
@@ -368,10 +352,7 @@ def test_numbers_of_numpy_become_pythons():
 
 
 def test_a_player_against_the_rules_in_some_task_is_named():
-    points = step_as(lambda self, a, o, r, *rest: (o, 100 * r, *rest))
-    idle, rich = (type("Own", (Switches,), change)() for change in (IDLE, points))
-    with pytest.raises(UserError, match="own: its expert does nothing in task red"):
-        sft.demonstrate(idle, "red")
-    for env, says in (idle, "expert does nothing in task red"), (rich, "a step earned 100"):
-        with pytest.raises(UserError, match=f"own: {says}"):
-            compare.follow(env, "red", compare.Variant("expert"))
+    idle = type("Own", (Switches,), IDLE)()
+    for play in (sft.demonstrate, lambda *of: compare.follow(*of, compare.Variant("expert"))):
+        with pytest.raises(UserError, match=r"own: (its )?expert does nothing in task red"):
+            play(idle, "red")
