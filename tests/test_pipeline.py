@@ -16,7 +16,7 @@ from fakes import fork
 import q_search
 from qlass.files import read_jsonl
 from qlass.messages import State
-from qlass.runs import meta_of, read_trees, run_stage
+from qlass.runs import meta_of, read_trees
 
 ROOT = Path(__file__).parents[1]
 STAGES = {"sft": "sft", "build_trees": "trees.jsonl", "bellman": "q_labels.jsonl", "train_qnet": "qnet",
@@ -117,23 +117,6 @@ def test_killed_stages_complete_the_same_files(tmp_path, monkeypatch):
         else:
             assert lines(one) == lines(other)
     assert {path.name for path in killed.glob("run/[!.]*")} == {path.name for path in whole.glob("run/[!.]*")}
-
-
-@pytest.mark.parametrize(
-    ("stage", "argv", "says"),
-    [
-        ("sft", ["--env", "chess"], "chess"),
-        ("sft", ["--env", "frozenlake", "--model", "./nowhere"], "nowhere"),
-        ("build_trees", ["--env", "frozenlake", "--sft", "."], "checkpoint"),
-        ("q_search", ["--env", "frozenlake", "--split", "exam"], "exam"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(stage, argv, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        run_stage(lambda: importlib.import_module(stage).main(argv))
-    *_, line = capsys.readouterr().err.splitlines()  # behind those of a bar
-    assert stop.value.code == 2 and line.startswith("error: ") and says in line
 
 
 @pytest.mark.parametrize("cloned", [True, pytest.param(False, marks=pytest.mark.slow)])  # to clone an agent: minutes

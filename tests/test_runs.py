@@ -94,14 +94,9 @@ def test_every_flag_exists(stage, script, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("script", "depth", "tree_steps", "steps", "splits"),
-    [
-        ("webshop", 3, 5, 5, {"test"}),
-        ("sciworld", 6, 18, 40, {"test_seen", "test_unseen"}),
-        ("alfworld", 8, 18, 40, {"valid_seen", "valid_unseen"}),
-    ],
+    ("script", "depth", "tree_steps"), [("webshop", 3, 5), ("sciworld", 6, 18), ("alfworld", 8, 18)]
 )
-def test_hyperparameters_of_table_5(stage, script, depth, tree_steps, steps, splits):
+def test_hyperparameters_of_table_5(stage, script, depth, tree_steps):
     large = {"TRAIN": "torchrun --nproc-per-node 8 --", "FITS": "--gradient-checkpointing"}
     calls = stages(stage(f"runs/paper/{script}.sh", ETO="/eto", **large))
     (sft,), (trees,), (bellman,), (qnet,) = (calls[f"{s}.py"] for s in ("sft", "build_trees", "bellman", "train_qnet"))
@@ -111,10 +106,7 @@ def test_hyperparameters_of_table_5(stage, script, depth, tree_steps, steps, spl
     assert (bellman.gamma, bellman.target) == (0.9, "q")
     assert (qnet.epochs, qnet.lr, qnet.batch, qnet.loss_on, qnet.freeze) == (2, 1e-5, 64, "all", False)
     searches = calls["q_search.py"]
-    assert {s.split for s in searches} == splits
-    assert {(s.temperature, s.max_steps, s.limit) for s in searches} == {(0.7, steps, 0)}
     assert {s.run for s in [sft, trees, bellman, qnet, *searches, *calls["report.py"]]} == {sft.run}
-    assert any("qlass" in s.method and 2 in s.M and s.N == [1] for s in searches)
     assert {s.truncate for s in [trees, qnet, *searches]} == {None if script == "webshop" else "oldest"}
 
 
