@@ -7,6 +7,7 @@ import torch
 from fakes import FakeEnv, save_agent, tiny_backbone, word_chat
 from hypothesis import settings
 
+from qlass.files import read_jsonl
 from train_qnet import QNet
 
 torch.set_num_threads(1)
@@ -18,7 +19,12 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the promises on equal files are for f
 @pytest.fixture
 def fake_world(monkeypatch):
     """The scripts play the fake world, whatever --env says."""
-    monkeypatch.setattr("envs.from_arguments", lambda args, **options: FakeEnv(**options))
+
+    def from_arguments(args, **options):
+        args.env_version = FakeEnv.version
+        return FakeEnv(**options)
+
+    monkeypatch.setattr("envs.from_arguments", from_arguments)
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +40,15 @@ def value_net(tmp_path_factory):
     chat = word_chat(candidates="valid", temperature=1.0)
     QNet(tiny_backbone(chat, 3), chat, hidden=16).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def search(request, tmp_path, agent, value_net, fake_world):
+    """Runs the test's `stage` with these checkpoints; its lines without their seconds."""
+
+    def command(*more: str, out: str = "results.jsonl") -> list[dict]:
+        named = ["--sft", str(agent), "--qnet", str(value_net), "--out", str(tmp_path / out)]
+        request.module.stage.main(["--env", "frozenlake", "--run", str(tmp_path), *named, "--limit", "3", *more])
+        return [{k: v for k, v in line.items() if k != "seconds"} for line in read_jsonl(tmp_path / out)]
+
+    return command

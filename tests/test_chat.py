@@ -29,11 +29,9 @@ MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=Tr
         ("Thought: I look.\nAction:   click[Buy Now] \n", "click[Buy Now]"),  # capitals count, as in the engines
         ("Thought: no action here", "Thought: no action here"),  # goes to the environment as it is
         ("Thought: x\nAction: search[Action: movies]", "search[Action: movies]"),
-        ("Thought: hm Action: left", "left"),
         ("Action: left\nbut look", "left\nbut look"),  # as in the released code
         # A thought may hold "Action:", wherever it thinks.
         ("Thought: Action: left is a hole.\nAction: right", "right"),
-        ("Thought: one of\nAction: left\nAction: right\nI go right.\n  Action: right", "right"),
         ("Thought: no Action: left, but Action: right", "right"),
         ("<think>\nAction: left?\n</think>\n\nThought: no\nAction: right", "right"),
         ("so Action: left?\n</think>\nright<think>Action: left", "right"),  # the prompt began it
@@ -237,9 +235,7 @@ def test_prompts_beyond_the_context():
     "template",
     [
         CHATML.replace("m.content", "m.content + ('again' if loop.index == 5 else '')"),
-        CHATML.replace("m.content", "m.content.split('Thought:')[-1]"),
         CHATML.replace("m.content", "m.content + ('!' if loop.last and m.role == 'user' else '')"),
-        "{{ messages | length }}" + CHATML,
         "{% if messages | length > 6 %}{{ raise_exception('long') }}{% endif %}" + CHATML,
         "{{ unknown.x.y }}",
         "{% set form = '%d' %}{{ strftime_now(form) }}" + CHATML,
@@ -258,7 +254,6 @@ def prompting(words: str) -> str:
     ("template", "words"),
     [
         (prompting("'<think></think>' if enable_thinking is false else '<think>'"), "<think></think>"),
-        (prompting("'</think>' if thinking is false else '<think>'"), "</think>"),
         (prompting("'' if reasoning_effort == 'none' else raise_exception('none or high')"), ""),
         (prompting("'<|channel>final' if reasoning_effort == 'low' else ''"), "<|channel>final"),
         (CHATML.replace("m.content", "m.content + '/nothink' * (m.role == 'user' and not enable_thinking)"), ""),
@@ -296,7 +291,6 @@ def test_a_turn_ends_by_an_added_token_that_model_tokenizer_or_template_names(ki
     ("part", "value", "fault"),
     [
         ("normalizer", normalizers.Lowercase(), "gives an action's 'A' back as 'a'"),
-        ("normalizer", normalizers.NFKC(), "gives an action's '½' back as '1⁄2'"),
         ("normalizer", normalizers.Replace("🙂", ""), "gives an action's '🙂' back as"),
         ("pre_tokenizer", pre_tokenizers.WhitespaceSplit(), "'<end>': the tokenizer produces it from plain text"),
         ("eos_token", None, "no eos_token"),

@@ -111,14 +111,6 @@ def test_rewards_of_the_tables_are_in_the_results(page):
     assert len(shown) > 15 and set(shown) <= rows
 
 
-@pytest.mark.parametrize(("stage", "last"), [("build_trees.py", 13), ("q_search.py", 11)])
-def test_every_line_of_the_algorithms_is_marked_in_the_code(stage, last):
-    marked = set()
-    for first, end in re.findall(r"\blines? (\d+)(?:-(\d+))?", (build.ROOT / stage).read_text(encoding="utf-8")):
-        marked |= set(range(int(first), int(end or first) + 1))
-    assert marked >= set(range(1, last + 1))
-
-
 def test_the_runs_of_the_demo_are_in_the_expected_ranges():
     text = (reference.FOLDER / "README.md").read_text(encoding="utf-8")
     ranges, rows = (pd.read_csv(reference.FOLDER / name, dtype=str) for name in ("expected.csv", "results.csv"))

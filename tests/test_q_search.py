@@ -11,11 +11,10 @@ import q_search
 from q_search import Method, Player
 from qlass import UserError
 from qlass.batching import Sample, Score
-from qlass.files import read_jsonl
 from qlass.messages import parse_action
 from qlass.show import bar
 
-CHAT = word_chat()
+CHAT, stage = word_chat(), q_search
 GREEDY = Method("greedy", temperature=0.0)
 RANDOM = Method("random", "chance", M=2)
 BOTH = {path: "left right" for path in [(), ("left",), ("right",), ("left", "right"), ("right", "right")]}
@@ -184,28 +183,6 @@ def test_an_agent_without_a_memory_reads_each_observation_once(monkeypatch):
     record, path, _ = episode(Method("qlass", "q", M=2), q=true_q)
     assert path == ("right",) * 3
     assert record["tokens"] == {"prompt": 6 + 8 + 9, "generated": 18, "scored": 23 + 3 * 2 * 5}  # no instruction, no OK
-
-
-def methods(*argv: str) -> list[Method]:
-    args = q_search.arguments(["--env", "frozenlake", *argv])
-    return [method for name in args.method for method in q_search.methods(args)[name]]
-
-
-def test_flags_name_methods():
-    assert methods() == [Method("qlass", "q", M=2)]
-    assert methods("--method", "best_of_n", "greedy") == [Method("best_of_n", N=4, select="q"), GREEDY]
-    several = [Method("qlass", "q", M, N, "oracle" if N > 1 else None) for M in (2, 4) for N in (1, 3)]
-    assert methods("--method", "qlass", "-M", "2", "4", "-N", "1", "3", "--select", "oracle") == several
-
-
-@pytest.fixture
-def search(tmp_path, agent, value_net, fake_world):
-    def command(*more: str, out: str = "results.jsonl") -> list[dict]:
-        named = ["--sft", str(agent), "--qnet", str(value_net), "--out", str(tmp_path / out)]
-        q_search.main(["--env", "frozenlake", "--run", str(tmp_path), *named, "--limit", "3", *more])
-        return [{k: v for k, v in line.items() if k != "seconds"} for line in read_jsonl(tmp_path / out)]
-
-    return command
 
 
 def test_an_episode_is_shown_as_it_is_played(search, capsys):
