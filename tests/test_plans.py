@@ -57,13 +57,11 @@ def test_rows_of_run_folders(tmp_path):
     steps = [
         {"action": f"Thought: {n}\nAction: {action}", "observation": page} for n, (action, page) in enumerate(turns)
     ]
+    line = {"task_id": "a", "env": "lake", "method": "qlass", "M": 2, "player": "untried first", "steps": steps}
     for unit, reward in (("4", 0.2), ("5", 0.4), ("6", 0.9)):
-        line = {"task_id": "a", "env": "lake", "method": "qlass", "M": 2, "player": "untried first", "steps": steps}
-        line |= {"reward": reward, "tokens": {"prompt": 7}}
         (tmp_path / f"run-{unit}").mkdir()
-        (tmp_path / f"run-{unit}" / "results.jsonl").write_text(
-            dump([line | {"reward": reward, "tokens": {"prompt": 7}}])
-        )
+        played = dump([line | {"reward": reward, "tokens": {"prompt": 7}}])
+        (tmp_path / f"run-{unit}" / "results.jsonl").write_text(played)
     table = plans.unit_rows(sorted(tmp_path.iterdir())).set_index("seed")
     assert list(table.index) == ["all", "4", "5", "6"] and set(table["method"]) == {"qlass: untried first"}
     assert table.loc["all", ["reward", "tokens", "env_steps", "repeated", "trainings"]].tolist() == [0.5, 7, 5, 0.4, 3]

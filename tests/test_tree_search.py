@@ -12,12 +12,11 @@ from experiments.compare import Variant
 from experiments.retry import Reflect, Retry, Trials
 from q_search import Method, Player
 from qlass.batching import Candidate, Sample, Score
-from qlass.files import read_jsonl
 from qlass.messages import parse_action, react, uniforms
 from qlass.results import environment_tokens
 from reporting import results
 
-CHAT = word_chat()
+CHAT, stage = word_chat(), tree_search
 BOTH = Script({}, otherwise="left right")
 BEST_OF_4 = Method("best_of_n", N=4, select="q")
 PUCT = {"c": 1.0, "gamma": 0.9}
@@ -160,15 +159,12 @@ def test_on_slippery_ice_a_search_does_not_foresee_the_slips(name, settings):
     assert len(seeds) > 5 and len(set(seeds)) == len(seeds)
 
 
-def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, agent, value_net, fake_world):
-    out = tmp_path / "results.jsonl"
-    flags = ["--run", str(tmp_path), "--sft", str(agent), "--qnet", str(value_net), "--out", str(out)]
-    names = ["lookahead", "beam", "mcts", "particles"]
-    tree_search.main([*flags, "--method", *names, "-S", "1", "2", "-N", "3", "--limit", "2"])
-    players = {(r["method"], r["M"], r["N"], r["player"]) for r in read_jsonl(out)}
+def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, search):
+    records = search("--method", "lookahead", "beam", "mcts", "particles", "-S", "1", "2", "-N", "3")
+    players = {(r["method"], r["M"], r["N"], r["player"]) for r in records}
     assert ("lookahead", 2, 1, "gamma=0.9") in players and ("particles", 1, 3, "tau=0.1 gamma=0.9") in players
     assert ("beam", 2, 1, "k=2") in players and ("mcts", 2, 1, "S=2 c=1 gamma=0.9") in players
-    assert len(results.read_results([("", out)])) == len(players) == 5
+    assert len(results.read_results([("", tmp_path / "results.jsonl")])) == len(players) == 5
 
 
 TRIALS = ["left left", "right left", "right right right", "left right left"]  # rewards 0, .4, 1, .5
