@@ -164,7 +164,7 @@ class Explorer:
         node = root
         branch = [root]
         for action in actions or expert:
-            if node.done and not self.reopened(node):
+            if node.done and not self.reopen(node):
                 break
             node = self.step(node, action, "expert")
             node.expert = True
@@ -178,7 +178,7 @@ class Explorer:
     def at_limit(self, node: Node) -> bool:
         return node.source == "policy" and node.depth == self.max_steps
 
-    def reopened(self, node: Node) -> bool:
+    def reopen(self, node: Node) -> bool:
         """Take the last action again, without the limit. Whether the episode goes on: then its end
         is taken back, for the demonstration."""
         assert node.parent and node.action

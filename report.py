@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> None:
 
     sources = list(result_files(args.results or [str(args.run or DEFAULT_RUN)]))
     if args.protocol:
-        told = {str(source[1]): protocol(read_results([source])) for source in sources}
-        return print(json.dumps(told, indent=1, ensure_ascii=False))
+        protocols = {str(source[1]): protocol(read_results([source])) for source in sources}
+        return print(json.dumps(protocols, indent=1, ensure_ascii=False))
     run = args.run or sources[0][1].parent
     out = args.out or run / "report.html"
     if out.suffix != ".html":

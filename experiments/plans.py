@@ -61,8 +61,8 @@ def rival(results: pd.DataFrame, plan: pd.Series, tokens: float) -> list:
         return minus
     where = plan[["environment", "split"]]
     same = results[["agent", "method", "select"]] == [minus[0], minus[1], minus[4]]
-    mine = results[same.all(axis=1) & (results[["environment", "split"]] == where.tolist()).all(axis=1)]
-    means = mine[mine["seed"] != "all"].groupby("N")["tokens"].mean()
+    rows = results[same.all(axis=1) & (results[["environment", "split"]] == where.tolist()).all(axis=1)]
+    means = rows[rows["seed"] != "all"].groupby("N")["tokens"].mean()
     means = means[means >= tokens]
     if means.empty:
         raise UserError(f"{plan['environment']}, {plan['split']}: no best-of-N of {tokens:.0f} tokens: play a larger N")
@@ -80,8 +80,8 @@ def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
     """A row per planned comparison; one that was not played has no difference."""
     rows, p = [], {}
     for i, (_, plan) in enumerate(plans.iterrows()):
-        place, mine = (plan["environment"], plan["split"]), [plan[name] for name in CONDITION]
-        ours, minus = rows_of(results, *place, mine), [plan[f"minus_{name}"] for name in CONDITION]
+        place, condition = (plan["environment"], plan["split"]), [plan[name] for name in CONDITION]
+        ours, minus = rows_of(results, *place, condition), [plan[f"minus_{name}"] for name in CONDITION]
         row = {"family": plan["family"], "environment": plan["environment"], "minus": "", "difference": "not played"}
         if not ours.empty:
             minus = rival(results, plan, ours["tokens"].mean())
@@ -92,7 +92,7 @@ def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
             row["difference"] = f"{over_units(gains):+}" if len(gains) > 2 else f"{gains.mean():+.3f}"
             row["above"] = f"{int((gains > 0).sum())} of {len(gains)}"
             row["tokens"] = f"{ours['tokens'].mean():,.0f} / {theirs['tokens'].mean():,.0f}"
-        row |= {"minus": f"{name_of(mine)} - {name_of(minus)}", "planned": f"{plan['planned']} {plan['unit']}"}
+        row |= {"minus": f"{name_of(condition)} - {name_of(minus)}", "planned": f"{plan['planned']} {plan['unit']}"}
         rows.append(row)
     overall = dict(zip(p, holm(list(p.values())), strict=True))
     for family in dict.fromkeys(row["family"] for row in rows):

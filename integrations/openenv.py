@@ -81,15 +81,15 @@ class Session(Environment):
 
     @property
     def state(self) -> State:
-        told = {name: self.game.info.get(name) for name in ("task_id", "task", "valid_actions")}
+        fields = {name: self.game.info.get(name) for name in ("task_id", "task", "valid_actions")}
         if self in self.open_sessions:
-            told["snapshot"] = uuid.uuid4().hex
+            fields["snapshot"] = uuid.uuid4().hex
             with ONE_AT_A_TIME:
                 here, game = self.env.snapshot(), dict(vars(self.game))
-                self.snapshots[told["snapshot"]] = here, game, self.steps, self.answer
+                self.snapshots[fields["snapshot"]] = here, game, self.steps, self.answer
                 if len(self.snapshots) > HELD:
                     del self.snapshots[next(iter(self.snapshots))]  # the oldest
-        return State(step_count=self.steps, **told)
+        return State(step_count=self.steps, **fields)
 
     def close(self) -> None:
         self.open_sessions.pop(self, None)

@@ -147,8 +147,7 @@ def play(
     settle_precision(args)
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     out = Output(args.out, args, identity, sft=args.sft, qnet=args.qnet, **inputs)
-    told = protocol(args, env)
-    before, used = len(out.records), [args.sft, args.qnet][: 1 + any(m.needs_q for m in plan)]
+    before = len(out.records)
     width, share = args.in_flight or env.side_by_side, set(my_share(tasks))
     shared = {"env": env.name, "split": args.split, "label": args.label}
 
@@ -168,19 +167,31 @@ def play(
             out.grow(games, str(method), len(share), len(share) - len(todo))
     cloned = bool(meta_of(args.sft)["recipe"])  # else it is a model as it came
     out.records = out.read()
-    figures = {"leaks": leaks(env, out.records, args), "cloned": cloned, "protocol": told}
-    out.finish([*chain(*keys.values())], **figures)
-    for product, source in chain(*map(outdated, used)) if len(out.records) == before else ():
-        reason = f"all was played before {source} changed"
-        raise UserError(f"{args.out}: {reason}: make {product} again, and then this (--overwrite)")
+    figures = {"leaks": leaks(env, out.records, args), "cloned": cloned}
+    out.finish([*chain(*keys.values())], **figures, protocol=protocol(args, env))
+    nothing_new = len(out.records) == before
+    if nothing_new:
+        refuse_stale(args, any(method.needs_q for method in plan))
     by_key = {identity(record): record for record in out.records}
     for method, task_of in keys.items():
-        played = [by_key[key] for key in task_of if key in by_key]
-        mean = sum(record["reward"] for record in played) / len(played)
-        print(f"{method}: mean reward {mean:.3f} over {len(played)} {args.split} tasks")
-        steps = sum(record["n_steps"] for record in played)
-        unknown = sum(record.get("unknown_actions", 0) for record in played) / steps
-        if unknown > 0.05:
-            warn(f"{method}: the environment did not know {unknown:.0%} of its actions")
-    if len(out.records) == before:
+        tell(method, [by_key[key] for key in task_of if key in by_key], args.split)
+    if nothing_new:
         print(f"{args.out}: all of this was played before; --overwrite plays it again")
+
+
+def refuse_stale(args: argparse.Namespace, by_q: bool) -> None:
+    """UserError if an input of agent or QNet has changed: old rewards must not pass for new."""
+    for checkpoint in (args.sft, args.qnet) if by_q else (args.sft,):
+        for product, source in outdated(checkpoint):
+            reason = f"all was played before {source} changed"
+            way_out = f"make {product} again, and then this (--overwrite)"
+            raise UserError(f"{args.out}: {reason}: {way_out}")
+
+
+def tell(method: Any, records: list[dict], split: str) -> None:
+    mean = sum(record["reward"] for record in records) / len(records)
+    print(f"{method}: mean reward {mean:.3f} over {len(records)} {split} tasks")
+    steps = sum(record["n_steps"] for record in records)
+    unknown = sum(record.get("unknown_actions", 0) for record in records) / steps
+    if unknown > 0.05:
+        warn(f"{method}: the environment did not know {unknown:.0%} of its actions")

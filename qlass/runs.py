@@ -114,8 +114,9 @@ def need(named: Path | None, default: Path, stage: str, args: argparse.Namespace
 
 def make(output: Path, stage: str, args: argparse.Namespace) -> None:
     """Run an earlier stage with the flags that all stages share."""
-    begun = meta_of(output).get("argv", [])  # a stopped stage goes on as it was begun
-    argv = [word for word in begun if word != "--overwrite"] or handed_on(args)
+    argv = [word for word in meta_of(output).get("argv", []) if word != "--overwrite"]
+    # A stopped stage goes on as it was begun, from whatever folder.
+    argv = [*argv, "--run", str(args.run)] if argv else handed_on(args)
     problem = f"{output} is missing or not complete"
     command = f"python {stage}.py {shlex.join(argv)}"
     agent = None if stage == "sft" else vars(args).get("sft")
@@ -282,7 +283,7 @@ class Output:
         self.recipe = claim(path, args, inputs)
         self.started = time.time()
         self.records = self.read()
-        self.whole = n == 1 and not self.records  # this call makes all of it
+        self.one_call = n == 1 and not self.records  # this call makes all of it
 
     def read(self) -> list[dict]:
         """All groups that are done, each once, whoever made them."""
@@ -327,7 +328,7 @@ class Output:
         elif parts_of(self.path).exists() or not self.path.exists():
             self.records.sort(key=lambda record: place.get(self.key(record), -1))
             files.write_jsonl(self.path, self.records)
-            seconds = time.time() - self.started if self.whole else None
+            seconds = time.time() - self.started if self.one_call else None
             write_meta(self.path, self.args, self.recipe, self.inputs, seconds=seconds, **figures)
             shutil.rmtree(parts_of(self.path), ignore_errors=True)
         self.lock.close()

@@ -244,8 +244,8 @@ class Training:
         self.lines.append({"step": step, "seconds": seconds, **figures})
         self.log.write(files.dumps(self.lines[-1]))
         self.log.flush()
-        told = (figures | figures.get("held_out", {})).items()
-        self.accelerator.log({kind + n: x for n, x in told if isinstance(x, int | float)}, step)
+        numbers = (figures | figures.get("held_out", {})).items()
+        self.accelerator.log({kind + n: x for n, x in numbers if isinstance(x, int | float)}, step)
 
     def state(self, step: int) -> Path:
         return self.states / f"state-{step:08}.pt"

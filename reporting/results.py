@@ -249,12 +249,14 @@ def check_tables(groups: Sequence[Group]) -> Iterator[str]:
     for rows in tables_of(groups):
         env, most = rows[0].condition.env, max(rows, key=lambda group: len(group.blocks))
         files = dict.fromkeys(path for group in rows for path in group.episodes["file"])
-        told = {path: meta_of(path)["protocol"] for path in files if "protocol" in meta_of(path)}
-        worlds = {path: {name: told[path][name] for name in told[path] if name not in AGENT} for path in told}
+        protocols = {path: meta_of(path)["protocol"] for path in files if "protocol" in meta_of(path)}
+        worlds = {
+            path: {name: fields[name] for name in fields if name not in AGENT} for path, fields in protocols.items()
+        }
         for (a, ours), (b, theirs) in pairwise(worlds.items()):
             check_same(a, b, ours, theirs, env, ALONE)
-        if len(told) < len(files) > 1:
-            yield f"{env}: {len(files) - len(told)} of {len(files)} files tell no protocol: theirs may be another"
+        if len(protocols) < len(files) > 1:
+            yield f"{env}: {len(files) - len(protocols)} of {len(files)} files tell no protocol: theirs may be another"
         for group in rows:
             if not group.blocks.keys() <= most.blocks.keys():
                 raise UserError(f"{env}: {most.condition} and {group.condition} with different tasks, {ALONE}")
@@ -319,9 +321,9 @@ def lineage(output: Path, used: Iterable[str]) -> dict[str, Any]:
     flags: dict[str, Any] = {}
     for path, of in {output: "", **ancestors(output, used)}.items():
         meta = meta_of(path)
-        told = meta["recipe"] | {name: meta[name] for name in COUNTS if name in meta}
-        skipped = {"seed", "label", *meta["inputs"], *(() if told.get("env_files") else ("env_files",))}
-        flags |= {f"--{name.replace('_', '-')}{of}": told[name] for name in told if name not in skipped}
+        recipe = meta["recipe"] | {name: meta[name] for name in COUNTS if name in meta}
+        skipped = {"seed", "label", *meta["inputs"], *(() if recipe.get("env_files") else ("env_files",))}
+        flags |= {f"--{name.replace('_', '-')}{of}": recipe[name] for name in recipe if name not in skipped}
         if "kept" in meta:  # an agent's own trajectories: their number is a result
             flags.pop("--n-expert" + of.removeprefix(" of expert"), None)
     return flags

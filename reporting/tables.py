@@ -42,8 +42,8 @@ def headline(groups: Sequence[Group]) -> list[Group]:
 
 def notes(groups: Sequence[Group]) -> list[str]:
     """Lines below the results: the protocol of each environment, and what a row is."""
-    told = {rows[0].condition.env: protocol(rows) for rows in tables_of(groups)}
-    lines = [f"Protocol of {env}: {json.dumps(fields, ensure_ascii=False)}" for env, fields in told.items()]
+    protocols = {rows[0].condition.env: protocol(rows) for rows in tables_of(groups)}
+    lines = [f"Protocol of {env}: {json.dumps(fields, ensure_ascii=False)}" for env, fields in protocols.items()]
     return [*(" ".join(line.split()) for line in lines), ROWS_NOTE]
 
 

@@ -117,3 +117,11 @@ def test_the_runs_of_the_demo_are_in_the_expected_ranges():
     demo = rows[rows["agent"] == "cloned, make demo"].merge(ranges, on=["method", "M", "N", "select"])
     assert len(demo) >= 2 * len(ranges) and demo["reward"].between(demo["low_y"], demo["high_y"]).all()
     assert all(f"| {low[1:]} to {high[1:]} |" in text for low, high in zip(ranges["low"], ranges["high"], strict=True))
+
+
+@pytest.mark.parametrize(("stage", "last"), [("build_trees.py", 13), ("q_search.py", 11)])
+def test_every_line_of_the_algorithms_is_marked_in_the_code(stage, last):
+    marks = set()
+    for first, end in re.findall(r"\blines? (\d+)(?:-(\d+))?", (build.ROOT / stage).read_text(encoding="utf-8")):
+        marks |= set(range(int(first), int(end or first) + 1))
+    assert marks >= set(range(1, last + 1))

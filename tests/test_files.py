@@ -397,4 +397,5 @@ def test_a_second_input_of_another_environment_is_told_and_a_stopped_stage_goes_
     wrote(trees, *LAKE, "--depth", "2", "--limit", "1000", "--overwrite").unlink()
     monkeypatch.setattr(build_trees, "main", lambda argv: asked.extend(argv) or trees.touch())
     need(None, trees, "build_trees", flags("--run", str(lake.parent)))
-    assert asked[-4:] == ["--depth", "2", "--limit", "1000"] and "--overwrite" not in asked
+    assert asked[-6:] == ["--depth", "2", "--limit", "1000", "--run", str(lake.parent)]
+    assert "--overwrite" not in asked

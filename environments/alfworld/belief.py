@@ -1,4 +1,4 @@
-"""Games that a player may take for the one at hand: what it has seen is as it is, the rest is drawn anew."""
+"""Games that agree with what a player has seen of one; the rest is drawn anew."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def draw(game: Game, state: World, memory: Memory, rng: random.Random) -> tuple[
         unseen = {*memory.receptacles} - memory.looked - (memory.near - memory.closed if offered else set())
         unseen = [r for r in contents if names[r] in unseen]
         for r in unseen:
-            known = memory.seen.get(names[r], ())
-            contents[r] = tuple(o for o in contents[r] if o not in things or names[o] in known)
+            shown = memory.seen.get(names[r], ())
+            contents[r] = tuple(o for o in contents[r] if o not in things or names[o] in shown)
         rates = {r: memory.rate(kind, names[r]) + 0.001 for r in unseen if goal != ("place", kind, kinds[r])}
         if rates:
             seen = things & {state.hand, *(o for objects in contents.values() for o in objects)}

@@ -171,7 +171,7 @@ class ALFWorldEnv(TextEnv):
         _, self.state, self.memory, self.steps, self.feedback = snapshot
 
     def imagine(self, *key: Hashable) -> ALFWorldEnv:
-        """A fork in which what was not seen is drawn anew (belief.draw)."""
+        """A fork that draws anew what no page has shown (belief.draw)."""
         other, rng = self.fork(), random.Random(repr(key))
         other.game, other.state = belief.draw(self.game, self.world(), self.memory, rng)
         other.player = other.game
