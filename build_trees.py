@@ -35,7 +35,7 @@ from qlass import published
 from qlass.agent import load_agent
 from qlass.batching import Candidate, Sample, ask, drive
 from qlass.chat import Rendering
-from qlass.flags import Parser, add_sampling, at_least
+from qlass.flags import Parser, add_sampling, natural, positive, real
 from qlass.messages import State, parse_action, react
 from qlass.models import settle_precision
 from qlass.published import Demonstration
@@ -248,13 +248,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, help="default: RUN/trees.jsonl")
-    add("--depth", type=at_least(0), help="D (3 WebShop, 6 ScienceWorld, 8 ALFWorld, FrozenLake)")
-    add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (%(default)s)")
+    add("--depth", type=natural, help="D (3 WebShop, 6 ScienceWorld, 8 ALFWorld, FrozenLake)")
+    add("--width", type=positive, default=DEFAULTS["width"], help="W (%(default)s)")
     bound = "at most, per tree (24; 0: any)"
-    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help=bound)
-    add("--steps", type=at_least(1), help="step limit of the agent (default: the environment's)")
-    parser.free("--limit", type=at_least(0), default=DEFAULTS["limit"], help="tasks (250; 0: all)")
-    add("--temperature", type=at_least(0, float), help="default: the checkpoint's (0.7; tiny: 1)")
+    add("--rollouts", type=natural, default=DEFAULTS["rollouts"], help=bound)
+    add("--steps", type=positive, help="step limit of the agent (default: the environment's)")
+    parser.free("--limit", type=natural, default=DEFAULTS["limit"], help="tasks (250; 0: all)")
+    add("--temperature", type=real, help="default: the checkpoint's (0.7; tiny: 1)")
     add("--expert", type=Path, help="demonstrations (default: those the agent was cloned from)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
     line_9 = "a branch without reward queues nothing or, tail, its first 2 nodes"

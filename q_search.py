@@ -37,7 +37,7 @@ from qlass.agent import load_agent
 from qlass.batching import Candidate, LogProb, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.fast.score import ServedQNet
-from qlass.flags import Parser, add_sampling, at_least
+from qlass.flags import Parser, add_sampling, natural, positive, real
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Episode, Step, costs_of, describe
 from qlass.runs import need, parse, run_stage
@@ -211,20 +211,20 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     names = ["greedy", "sample", "best_of_n", "random", "likeliest", "qlass"]
     listed = f"{', '.join(names)} (default: qlass)"
     free("--method", nargs="+", default=["qlass"], choices=names, metavar="NAME", help=listed)
-    free("-M", nargs="+", type=at_least(1), default=[PAPER["M"]], help="candidates per step (2)")
-    free("-N", nargs="+", type=at_least(1), help="episodes per task (default: 1; best_of_n: 4)")
+    free("-M", nargs="+", type=positive, default=[PAPER["M"]], help="candidates per step (2)")
+    free("-N", nargs="+", type=positive, help="episodes per task (default: 1; best_of_n: 4)")
     free("--select", choices=["q", "oracle"], default="q", help="which of N counts (default: q)")
     add("--distinct", action="store_true", help="draw until M actions differ, 3M times at most")
     free("--show", action="store_true", help="print episodes as they are played, one at a time")
     free("--split", default="test", help="tasks to play (default: %(default)s)")
-    free("--limit", type=at_least(0), default=400, metavar="N", help="tasks (400; 0: all)")
-    free("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks")
+    free("--limit", type=natural, default=400, metavar="N", help="tasks (400; 0: all)")
+    free("--skip", type=natural, default=0, metavar="N", help="leave out the first N tasks")
     add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="or URL[#MODEL] of a server (RUN/qnet, made if missing)")
     add("--out", type=Path, help="default: RUN/results.jsonl; its lines are not played again")
     add("--label", help="a variant's name, kept in each line")
-    add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's")
-    add("--max-steps", type=at_least(1), metavar="N", help="default: the environment's")
+    add("--temperature", type=real, metavar="T", help="default: the checkpoint's")
+    add("--max-steps", type=positive, metavar="N", help="default: the environment's")
     add_sampling(parser)
     args = parse(parser, argv, search=True)
     args.out = args.out or args.run / ("shown.jsonl" if args.show else "results.jsonl")

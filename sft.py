@@ -239,12 +239,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--model", default="tiny", help="tiny, a HuggingFace name or path, or a GGUF file (tiny)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
-    add("--n-expert", type=flags.at_least(1), metavar="N", help="trajectories (all; tiny: fewer)")
+    add("--n-expert", type=flags.positive, metavar="N", help="trajectories (all; tiny: fewer)")
     flags.add_training(parser, "trajectories")
     add("--max-tokens", type=flags.at_least(2), default=4096, metavar="N", help="cut there (4096)")
     add("--candidates", choices=["free", "valid"], help="what the agent may write (tiny: valid)")
     weight = "weight of the environment's answers in the loss (0)"
-    add("--observation-loss", type=flags.at_least(0, float), default=0.0, metavar="W", help=weight)
+    add("--observation-loss", type=flags.real, default=0.0, metavar="W", help=weight)
     args = runs.parse(parser, argv)
     if args.lora and args.model == "tiny":
         raise UserError("--lora: the tiny model is trained from scratch; name another --model")

@@ -37,9 +37,8 @@ from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.score import FastQNet, finite
-from qlass.flags import at_least
+from qlass.flags import positive, real
 from qlass.messages import State
-from qlass.policy import Policy
 from qlass.runs import read_trees
 from qlass.training import Training, cosine, micro_batches
 
@@ -249,7 +248,8 @@ def ranking(qnet: QNet, trees: list[Pairs], plain: bool = False) -> dict[str, An
     """On these trees, of Q: the mean square error (Eq. 8), the part of it within states, and
     `sibling_accuracy`."""
     pairs = list(itertools.chain(*trees))
-    values = scorer(qnet, plain).score([Score(p.state, (p.action,)) for p in pairs])
+    reader = scorer(qnet, plain, cache_gb=2.0)  # beside a training's moments
+    values = reader.score([Score(p.state, (p.action,)) for p in pairs])
     scores = {(p.state, p.action): v for p, (v,) in zip(pairs, values, strict=True)}
     square = within = 0.0
     for family in itertools.chain(*map(families, trees)):
@@ -259,14 +259,6 @@ def ranking(qnet: QNet, trees: list[Pairs], plain: bool = False) -> dict[str, An
         within += sum((e - mean) ** 2 for e in errors)
     n = max(1, len(pairs))
     return {"mse": square / n, "within_mse": within / n} | sibling_accuracy(trees, scores)
-
-
-def policy_ranking(policy: Policy, trees: list[Pairs]) -> dict[str, Any]:
-    """How well the agent's own log-probability ranks the same siblings."""
-    pairs = list({(p.state, p.action): None for p in itertools.chain(*trees)})
-    scores = dict(zip(pairs, policy.logprobs(pairs), strict=True))
-    policy.check(scores.values())
-    return {"policy_sibling_accuracy": sibling_accuracy(trees, scores)["sibling_accuracy"]}
 
 
 def sibling_accuracy(trees: list[Pairs], scores: Scores, gap: float = 0.05) -> dict[str, Any]:
@@ -297,12 +289,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     carry = "tokens that carry the loss: all (Eq. 11) or last"
     add("--loss-on", choices=LOSS_FROM, metavar="WHICH", help=carry)
     text = "B times more loss on the differences of siblings (0: the paper)"
-    add("--rank-weight", type=at_least(0, float), default=0.0, metavar="B", help=text)
-    add("--head-lr", type=at_least(0, float), metavar="LR", help="of the value head (--lr)")
+    add("--rank-weight", type=real, default=0.0, metavar="B", help=text)
+    add("--head-lr", type=real, metavar="LR", help="of the value head (--lr)")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair: for models that read no token tree")
-    add("--max-tokens", type=at_least(1), metavar="N", help="of a packed tree")
-    add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
+    add("--max-tokens", type=positive, metavar="N", help="of a packed tree")
+    add("--limit", type=positive, metavar="N", help="number of trees (default: all)")
     flags.add_prompt(parser)  # as the trees were grown
     return runs.parse(parser, argv)
 
@@ -350,21 +342,12 @@ def read(args: argparse.Namespace, chat: Chat, process: Any) -> tuple[list[Pairs
     return trees, {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
 
 
-def measure(qnet: QNet, held_out: list[Pairs], figures: dict, args: argparse.Namespace) -> dict:
-    """How well the best epoch's QNet ranked held-out siblings, and how well the agent does."""
-    best = figures["curve"][figures["best_epoch"] - 1]["held_out"]
-    qnet.cpu()  # a GPU that trained one of them may not hold both
-    policy = agent.load_policy(args.sft, args.seed, **agent.loading(args.sft, args))
-    return best | policy_ranking(policy, held_out)
-
-
 def tell(out: Path, figures: dict[str, Any], ranks: dict[str, Any]) -> None:
     errors = f"training loss {figures['loss']:.4f}, held-out mse {ranks['mse']:.4f}"
     print(f"{out}: {figures['trees']} trees, {errors} after epoch {figures['best_epoch']}")
     if ranks["sibling_pairs"]:
         right = f"{ranks['sibling_accuracy']:.3f} of {ranks['sibling_pairs']}"
-        own = f"the agent's log-probability {ranks['policy_sibling_accuracy']:.3f}"
-        print(f"  held-out sibling pairs ranked right {right} (chance .5, {own})")
+        print(f"  held-out sibling pairs ranked right {right} (chance .5)")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -384,10 +367,9 @@ def main(argv: list[str] | None = None) -> None:
             return
         figures = train(qnet, learned, held_out, args) | counts
         if process.is_main_process:
-            runs.write_meta(args.out, args, recipe, inputs, **figures)
-            save(qnet, args, adapter)
-            ranks = measure(qnet, held_out, figures, args)
+            ranks = figures["curve"][figures["best_epoch"] - 1]["held_out"]
             runs.write_meta(args.out, args, recipe, inputs, **figures, held_out=ranks)
+            save(qnet, args, adapter)
             tell(args.out, figures, ranks)
 
 

@@ -50,8 +50,8 @@ def add_memory(parser: Parser) -> None:
     """How a large model is trained in little memory; for `models.prepare_training`."""
     add = parser.add_argument
     add("--load-in", choices=["4bit", "8bit"], help="bits per weight")
-    add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank alone")
-    add("--lora-alpha", type=at_least(1), metavar="A", help="their factor is A/RANK (2 RANK)")
+    add("--lora", type=positive, metavar="RANK", help="train updates of this rank alone")
+    add("--lora-alpha", type=positive, metavar="A", help="their factor is A/RANK (2 RANK)")
     add("--optim", choices=["adamw", "adamw8bit"], default="adamw", help="default: adamw")
     text = "less memory, a third more time"
     parser.free("--gradient-checkpointing", action="store_true", help=text)
@@ -61,14 +61,14 @@ def add_memory(parser: Parser) -> None:
 def add_training(parser: Parser, batch: str) -> None:
     """The flags of a stage that trains; `batch`: what an update holds."""
     add = parser.add_argument
-    add("--epochs", type=at_least(1), metavar="N", help="at most")
-    add("--lr", type=at_least(0, float), help=f"peak learning rate; with --lora {LORA_LR}")
-    add("--batch", type=at_least(1), metavar="N", help=f"{batch} per update")
-    add("--patience", type=at_least(1), default=2, metavar="N", help="epochs without a gain (2)")
+    add("--epochs", type=positive, metavar="N", help="at most")
+    add("--lr", type=real, help=f"peak learning rate; with --lora {LORA_LR}")
+    add("--batch", type=positive, metavar="N", help=f"{batch} per update")
+    add("--patience", type=positive, default=2, metavar="N", help="epochs without a gain (2)")
     add_precision(parser)
     text = "padded tokens in memory at once"
-    parser.free("--micro-tokens", type=at_least(1), metavar="N", help=text)
-    parser.free("--save-every", type=at_least(1), default=50, metavar="N", help="updates (50)")
+    parser.free("--micro-tokens", type=positive, metavar="N", help=text)
+    parser.free("--save-every", type=positive, default=50, metavar="N", help="updates (50)")
     parser.free("--log-with", choices=["wandb", "tensorboard", "trackio"], help="curves, live")
     add_memory(parser)
 
@@ -81,7 +81,7 @@ def add_precision(parser: Parser) -> None:
 def add_prompt(parser: Parser) -> None:
     """What a prompt depends on, which agent and QNet must share."""
     add = parser.add_argument
-    add("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
+    add("--max-new-tokens", type=positive, metavar="N", help="of an action (256; tiny: 48)")
     add("--truncate", choices=["oldest"], help="leave out old turns beyond the context")
 
 
@@ -90,14 +90,14 @@ def add_sampling(parser: Parser) -> None:
     add, free = parser.add_argument, parser.free
     add_prompt(parser)
     add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text (1)")
-    add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
+    add("--top-k", type=natural, metavar="K", help="of free text: the K likeliest (0: all)")
     add("--stop", nargs="+", metavar="TEXT", help="texts that end an action")
     add("--load-in", choices=["4bit", "8bit"], help="bits per weight")
     add_precision(parser)
     free("--plain", action="store_true", help="one sequence at a time, for recurrent models")
-    free("--cache-gb", type=at_least(0, float), metavar="G", help="for prompts (2; GPU: 1/4 of it)")
+    free("--cache-gb", type=real, metavar="G", help="for prompts (2; GPU: 1/4 of it)")
     text = "trees or episodes side by side (64; sciworld: 4; own: 1)"
-    free("--in-flight", type=at_least(1), metavar="N", help=text)
+    free("--in-flight", type=positive, metavar="N", help=text)
     free("--server", metavar="URL[#MODEL]", help="OpenAI-compatible, of this checkpoint")
     free("--device")
 
@@ -113,6 +113,9 @@ def at_least(low: float, kind: Callable = int, most: float = 1e30) -> Callable[[
         return value
 
     return number
+
+
+natural, positive, real = at_least(0), at_least(1), at_least(0, float)
 
 
 def option(text: str) -> str:

@@ -22,7 +22,7 @@ from qlass.fast.token_tree import TokenTree, batches
 from qlass.fast.tries import Trie
 from qlass.messages import State, react, uniforms
 from qlass.policy import Policy, truncated
-from train_qnet import Pair, QNet, policy_ranking, scorer
+from train_qnet import QNet, scorer
 
 CHAT = word_chat(temperature=0.8)
 MODEL = tiny_lm(CHAT)
@@ -163,12 +163,12 @@ def test_logits_that_are_not_finite_are_refused(kind, number):
     model = tiny_lm(CHAT)
     with torch.no_grad():
         model.get_input_embeddings().weight[CHAT.prompt(FIRST)[1]] = number
-    agent, pairs = kind(model, CHAT), [Pair(FIRST, ACTIONS[0], 0.0), Pair(FIRST, ACTIONS[1], 1.0)]
+    agent = kind(model, CHAT)
     samples = [Sample(FIRST, 2, ("t",), heat, valid) for heat in (0.0, 0.8) for valid in ((), ACTIONS)]
     readers = [functools.partial(agent.sample, [sample]) for sample in samples]
     qnet = scorer(QNet(model.model, CHAT), plain=kind is Policy)
     readers += [lambda: qnet.score([Score(FIRST, ACTIONS)])]
-    readers += [lambda: agent.likelihoods([LogProb(FIRST, ACTIONS)]), lambda: policy_ranking(agent, [pairs])]
+    readers += [lambda: agent.likelihoods([LogProb(FIRST, ACTIONS)])]
     for read in readers:
         with pytest.raises(UserError, match=r"not finite.*(--precision float32|training has diverged)") as error:
             read()
