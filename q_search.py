@@ -175,30 +175,27 @@ class Player:
         self.chat = chat
         self.episodes: dict[tuple, Episode] = {}
 
-    def best_of(
-        self, env: envs.TextEnv, task_id: str, method: Method
-    ) -> Generator[Any, Any, tuple[Episode, list[Episode]]]:
-        """N episodes (lines 1-2, 11). Returns the one that counts, and all."""
+    def play(self, env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
+        """Algorithm 4. Returns the outcome, as a result line tells it."""
         episodes = []
         for trial in range(method.N):  # lines 1-2
-            episodes.append((yield from self.trial(env, task_id, method, trial)))
-        return (yield from select(episodes, method.select)), episodes
+            episodes.append((yield from self.shared_episode(env, task_id, method, trial)))
+        best = yield from select(episodes, method.select)
+        return self.outcome(method, best, episodes)
 
-    def trial(
-        self, env: envs.TextEnv, task_id: str, method: Method, number: int
+    def shared_episode(
+        self, env: envs.TextEnv, task_id: str, method: Method, trial: int
     ) -> Generator[Any, Any, Episode]:
         """An episode. Methods share those whose actions nothing scores."""
-        key = (task_id, number, method.temperature)
+        key = (task_id, trial, method.temperature)
         if method.by is None and key in self.episodes:
             return self.episodes[key]
-        steps = yield from episode(env, task_id, method, number, self.chat.rendering)
+        steps = yield from episode(env, task_id, method, trial, self.chat.rendering)
         if method.by is None:
             self.episodes[key] = steps
         return steps
 
-    def play(self, env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
-        """A task by a method: the outcome, as a result line tells it."""
-        best, episodes = yield from self.best_of(env, task_id, method)
+    def outcome(self, method: Method, best: Episode, episodes: list[Episode]) -> dict:
         return describe(best, episodes, costs_of(self.chat, episodes, method.read_by_qnet))
 
 

@@ -31,7 +31,7 @@ from qlass.batching import Sample, Score
 from qlass.chat import Chat
 from qlass.flags import at_least
 from qlass.messages import State, parse_action, react
-from qlass.results import Episode, Step, costs_of, describe
+from qlass.results import Episode, Step, describe
 from qlass.runs import run_stage
 
 PLAYERS = ("rule", "expert", "oracle")
@@ -129,8 +129,10 @@ class Comparison(Player):
             return describe(steps, [steps], {"tokens": {"prompt": 0, "generated": 0, "scored": 0}})
         if isinstance(method, Variant):
             method = dataclasses.replace(method, env=env)
-        best, episodes = yield from self.best_of(env, task_id, method)
-        outcome = describe(best, episodes, costs_of(self.chat, episodes, method.read_by_qnet))
+        return (yield from super().play(env, task_id, method))
+
+    def outcome(self, method: Method, best: Episode, episodes: list[Episode]) -> dict:
+        outcome = super().outcome(method, best, episodes)
         if isinstance(method, Variant) and method.looks:
             outcome["env_steps"] += sum(len(step.candidates) for steps in episodes for step in steps)
         if self.reworded:

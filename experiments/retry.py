@@ -20,7 +20,6 @@ from q_search import Method, Player, episode
 from qlass import results
 from qlass.batching import Score
 from qlass.messages import State
-from qlass.results import costs_of, describe
 from qlass.runs import run_stage
 from qlass.server import Server
 
@@ -49,7 +48,7 @@ class Trials(Player):
         instruction = env.instruction
         for number in range(method.N):
             again = plans and episode(env, task_id, method, number, self.chat.rendering)
-            trials.append((yield from again or self.trial(env, task_id, method, number)))
+            trials.append((yield from again or self.shared_episode(env, task_id, method, number)))
             end = trials[-1][-1]
             values.append((yield Score(end.state, (end.action,)))[0] if method.select == "q" else end.reward)
             if values[-1] >= method.stop:
@@ -58,8 +57,7 @@ class Trials(Player):
                 questions.append(end.state.then(end.action, end.observation + ASK))
                 plans.append((yield Reflect(questions[-1])))
                 env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
-        costs = costs_of(self.chat, trials, method.read_by_qnet)
-        outcome = describe(trials[values.index(max(values))], trials, costs)
+        outcome = self.outcome(method, trials[values.index(max(values))], trials)
         outcome["tokens"]["prompt"] += sum(len(self.chat.message_tokens(question)[-1]) for question in questions)
         outcome["tokens"]["generated"] += sum(len(self.chat.action(plan, "")) for plan in plans)
         return outcome

@@ -23,10 +23,9 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
 
 import envs
 import q_search
@@ -166,8 +165,7 @@ def tokens_of(episodes: Sequence[Episode]) -> dict[str, int]:
 class ChatPlayer(q_search.Player):
     """Plays tasks with a ChatAgent, whose tokens the server counts."""
 
-    def play(self, env: envs.TextEnv, task_id: str, method: Variant) -> Generator[Any, Any, dict]:
-        best, episodes = yield from self.best_of(env, task_id, method)
+    def outcome(self, method: q_search.Method, best: Episode, episodes: list[Episode]) -> dict:
         return describe(best, episodes, {"tokens": tokens_of(episodes)})
 
 
