@@ -39,7 +39,6 @@ from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.score import FastQNet, finite
 from qlass.flags import positive, real
 from qlass.messages import State
-from qlass.runs import read_trees
 from qlass.training import Training, cosine, micro_batches
 
 PAPER: dict[str, Any] = dict(  # Table 5 and Eq. (11)
@@ -326,7 +325,7 @@ def save(qnet: QNet, args: argparse.Namespace, adapter: Any) -> None:
 def read(args: argparse.Namespace, chat: Chat, process: Any) -> tuple[list[Pairs], dict[str, Any]]:
     """Of each labelled tree the pairs that the model can read; figures for the metadata."""
     tasks, trees, left_out = [], [], 0
-    labelled = read_trees(args.labels, ["q", "messages"])
+    labelled = files.read_trees(args.labels, ["q", "messages"])
     for tree in itertools.islice(labelled, args.limit):
         try:
             pairs = pairs_of(tree)

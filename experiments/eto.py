@@ -34,10 +34,11 @@ from qlass import UserError
 from qlass.batching import Sample, ask
 from qlass.chat import Chat, Rendering
 from qlass.fast.decode import FastPolicy
+from qlass.files import read_trees
 from qlass.flags import at_least
 from qlass.messages import State
 from qlass.published import Demonstration, by_task, cloned_from, read
-from qlass.runs import need, parse, read_trees, run_stage
+from qlass.runs import need, parse, run_stage
 from train_qnet import families, pairs_of
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY

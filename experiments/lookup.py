@@ -21,8 +21,9 @@ import q_search
 from experiments.compare import parser, with_search
 from qlass import UserError, results
 from qlass.batching import Score
+from qlass.files import read_trees
 from qlass.messages import State, parse_action
-from qlass.runs import need, read_trees, run_stage
+from qlass.runs import need, run_stage
 
 
 class LookUp(q_search.Method):

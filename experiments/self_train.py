@@ -29,6 +29,7 @@ from qlass import UserError, published, runs
 from qlass.agent import load_agent
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
+from qlass.files import read_trees
 from qlass.flags import Parser, add_sampling, at_least
 from qlass.messages import without_thinking
 from qlass.models import settle_precision
@@ -172,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.method in ("tree", "expert"):
         args.trees, args.qnet = runs.need(args.trees, args.run / "trees.jsonl", "build_trees", args), None
         choose = {"tree": best_branch, "expert": expert_branch}[args.method]
-        lines = list(filter(None, map(choose, runs.read_trees(args.trees, FIELDS))))
+        lines = list(filter(None, map(choose, read_trees(args.trees, FIELDS))))
     else:
         args.trees, guided = None, args.method == "qlass"
         args.qnet = runs.need(args.qnet, args.run / "qnet", "train_qnet", args) if guided else None

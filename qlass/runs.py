@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from qlass import UserError, files
-from qlass.files import share
+from qlass.files import parts_of, share
 from qlass.flags import Parser
 
 SHARED = ("env", "env_option", "env_files", "seed")  # what run.json holds
@@ -254,10 +254,6 @@ def my_share(tasks: list[str]) -> list[str]:
     return tasks[rank::n]
 
 
-def parts_of(output: Path) -> Path:
-    return output.with_name(output.name + ".parts")
-
-
 def states_of(checkpoint: Path) -> Path:
     """The folder of an unfinished training's states."""
     return checkpoint.with_name(checkpoint.name + ".partial")
@@ -332,40 +328,6 @@ class Output:
             write_meta(self.path, self.args, self.recipe, self.inputs, seconds=seconds, **figures)
             shutil.rmtree(parts_of(self.path), ignore_errors=True)
         self.lock.close()
-
-
-# ------------------------------------------------------------------------------------------- trees
-
-NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")
-
-
-def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[dict]]:
-    """The trees of a file, each as its list of nodes, the root first.
-
-    required: fields of a node besides NODE; "messages" of the root alone.
-    """
-    path = Path(path)
-    if not path.exists() and parts_of(path).exists():
-        raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
-    records = files.records_of(path)
-    for task, lines in itertools.groupby(records, lambda record: record[1].get("task_id")):
-        tree: list[dict] = []
-        names = {None}
-        for where, node in lines:
-            fields = {*NODE, *required} - ({"messages"} if tree else set())
-            if missing := sorted(fields - node.keys()):
-                raise UserError(f"{where}: no {missing[0]}; is this a file of trees?")
-            for name in {"reward", "q", "q_raw"} & node.keys():
-                if not isinstance(node[name], int | float):
-                    raise UserError(f"{where}: {name} can't be {node[name]!r:.40}")
-            if node["parent_id"] not in names or node["node_id"] in names:
-                raise UserError(f"{where}: node {node['node_id']} is before its parent, or twice")
-            names.discard(None)  # the root's parent
-            names.add(node["node_id"])
-            tree.append(node)
-        if len(tree) != tree[0].get("nodes", len(tree)):
-            raise UserError(f"{path}: the tree of task {task} is cut, or twice: make it again")
-        yield tree
 
 
 # ----------------------------------------------------------------------------------------- running

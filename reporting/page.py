@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from qlass.files import read_trees
 from qlass.messages import parse_action
-from qlass.runs import read_trees
 from reporting import tables
 from reporting.results import Group
 

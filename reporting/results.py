@@ -14,9 +14,9 @@ from typing import Any
 import pandas as pd
 
 from qlass import UserError
-from qlass.files import records_of, warn
+from qlass.files import parts_of, records_of, warn
 from qlass.messages import parse_action
-from qlass.runs import input_of, meta_of, parts_of
+from qlass.runs import input_of, meta_of
 from reporting.stats import Estimate, interval
 
 METHODS = {  # in the order of the table

@@ -26,10 +26,10 @@ import sft
 import train_qnet
 from environments import fingerprint
 from qlass import UserError, files, results, runs
-from qlass.files import read_jsonl
+from qlass.files import parts_of, read_jsonl
 from qlass.flags import Parser
 from qlass.published import cloned_from
-from qlass.runs import Output, input_of, need, outdated, parts_of
+from qlass.runs import Output, input_of, need, outdated
 
 TASKS = ["t0", "t1", "t2", "t3"]
 

@@ -14,9 +14,9 @@ import pytest
 from fakes import fork
 
 import q_search
-from qlass.files import read_jsonl
+from qlass.files import read_jsonl, read_trees
 from qlass.messages import State
-from qlass.runs import meta_of, read_trees
+from qlass.runs import meta_of
 
 ROOT = Path(__file__).parents[1]
 STAGES = {"sft": "sft", "build_trees": "trees.jsonl", "bellman": "q_labels.jsonl", "train_qnet": "qnet",

@@ -23,9 +23,9 @@ from experiments.qval.points import exact, references
 from qlass import UserError
 from qlass.agent import load_agent
 from qlass.batching import Score, ask
+from qlass.files import read_trees
 from qlass.messages import State, parse_action, react, uniforms
 from qlass.policy import Policy
-from qlass.runs import read_trees
 from qlass.tiny import task_words
 from train_qnet import load_qnet, pairs_of
 
