@@ -37,7 +37,7 @@ from qlass.agent import load_agent
 from qlass.batching import Candidate, LogProb, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.fast.score import ServedQNet
-from qlass.flags import Parser, add_sampling, natural, positive, real
+from qlass.flags import Parser, add_sampling, natural, path_or_url, positive, real
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Episode, Step, costs_of, describe
 from qlass.runs import need, parse, run_stage
@@ -217,7 +217,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     free("--limit", type=natural, default=400, metavar="N", help="tasks (400; 0: all)")
     free("--skip", type=natural, default=0, metavar="N", help="leave out the first N tasks")
     add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
-    add("--qnet", type=Path, help="or URL[#MODEL] of a server (RUN/qnet, made if missing)")
+    add("--qnet", type=path_or_url, help="or URL[#MODEL] of a server (RUN/qnet, made if missing)")
     add("--out", type=Path, help="default: RUN/results.jsonl; its lines are not played again")
     add("--label", help="a variant's name, kept in each line")
     add("--temperature", type=real, metavar="T", help="default: the checkpoint's")
@@ -240,8 +240,8 @@ def load(args: argparse.Namespace, env: envs.TextEnv, with_q: bool) -> tuple[Cha
     """The agent's Chat, and what answers requests."""
     models: dict[type, Callable] = {}
     server = None
-    if str(args.qnet).startswith(("http:", "https:")):
-        server = Server(args.qnet.as_posix().replace(":/", "://", 1), "--qnet")  # lost in a Path
+    if isinstance(args.qnet, str):
+        server = Server(args.qnet, "--qnet")
         args.qnet, args.qnet_model = Path(server.model), server.model
     elif with_q:
         args.qnet = need(args.qnet, args.run / "qnet", "train_qnet", args)

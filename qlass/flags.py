@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,10 @@ def at_least(low: float, kind: Callable = int, most: float = 1e30) -> Callable[[
 
 
 natural, positive, real = at_least(0), at_least(1), at_least(0, float)
+
+
+def path_or_url(text: str) -> Path | str:
+    return text if re.match("https?:", text) else Path(text)
 
 
 def option(text: str) -> str:

@@ -52,7 +52,7 @@ def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argpa
     """
     first, _ = parser.parse_known_args(argv)
     sources = filter(None, map(vars(first).get, ("sft", "trees", "labels", "qnet")))
-    makers = [(source, made_in(source.absolute())) for source in sources]
+    makers = [(source, made_in(Path(source).absolute())) for source in sources]
     home = makers[0][1] if makers else {}
     env = first.env or home.get("env", "webshop")
     run = first.run or Path("runs") / env.rpartition(":")[2].lower()

@@ -82,9 +82,9 @@ def processes(args: Namespace) -> Iterator[accelerate.PartialState]:
     for name in () if n > 1 else LAUNCHER:  # alone, whatever a launcher has left in the shell
         os.environ.pop(name, None)
     for name in PLUGINS:
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
             raise UserError(
-                f"{name} of Accelerate: each process holds the whole model: leave it out"
+                f"Accelerate's {name}: each process holds the whole model: leave it out"
             )
     cpu = not torch.cuda.is_available() or (args.device or "").startswith("cpu")
     patience = datetime.timedelta(days=2)  # for as long as the first plays demonstrations
