@@ -39,7 +39,7 @@ from qlass.flags import Parser, add_sampling, natural, positive, real
 from qlass.messages import State, parse_action, react
 from qlass.models import settle_precision
 from qlass.published import Demonstration
-from qlass.runs import Output, my_share, need, parse, run_stage
+from qlass.runs import Output, need, parse, run_stage
 
 # D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
@@ -300,14 +300,13 @@ def main(argv: list[str] | None = None) -> None:
     demonstrations = published.demonstrations_for(env, tasks, args)
     settle_precision(args)
     trees = Output(args.out, args, itemgetter("task_id"), sft=args.sft, expert=args.expert)
-    share = my_share(tasks)
-    todo = trees.missing(share)
+    todo = trees.todo(tasks)
     tokens = None  # unknown if an earlier call or another process made some of the trees
     if todo:
         agent = load_agent(args, env)
         growing = map(partial(grow, env, agent, demonstrations, args), todo)
         groups = drive(growing, {Sample: agent.sample}, args.in_flight or env.side_by_side)
-        trees.grow(groups, "trees", len(share), len(share) - len(todo))
+        trees.grow(groups, "trees", len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
     records = trees.read()
     counts = metrics(records) | published.failures(records, demonstrations or {})

@@ -63,10 +63,9 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> None:
     """Write what is missing of expert.jsonl: the first --n-expert training tasks."""
     settings = runs.only(args, "env", "env_option", "env_files", "env_version")
     out = runs.Output(args.expert, settings, itemgetter("task_id"), alone=True)
-    done = len(out.records)
-    tasks = env.task_ids("train")[: args.n_expert and max(args.n_expert, done)]
-    lines = ([demonstrate(env, task_id)] for task_id in tasks[done:])
-    out.grow(lines, "expert", len(tasks), done)
+    tasks = env.task_ids("train")[: args.n_expert and max(args.n_expert, len(out.records))]
+    todo = out.missing(tasks)
+    out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(todo))
     out.finish(tasks)
 
 

@@ -73,7 +73,7 @@ def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, args: argparse
             return [{"task_id": task, "trajectories": lines}]
 
         played = drive(map(line_of, todo), models, args.in_flight or env.side_by_side)
-        out.grow(played, str(method), len(tasks), len(tasks) - len(todo))
+        out.grow(played, str(method), len(todo))
     out.finish(tasks)
     by_task = {line["task_id"]: line["trajectories"] for line in out.records}
     return [line for task in tasks for line in by_task[task]]

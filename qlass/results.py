@@ -18,7 +18,7 @@ from qlass.files import warn
 from qlass.messages import State
 from qlass.models import settle_precision
 from qlass.published import leaks
-from qlass.runs import Output, meta_of, my_share, outdated
+from qlass.runs import Output, meta_of, outdated
 
 # --------------------------------------------------------------------------- the outcome of a task
 
@@ -134,26 +134,26 @@ def play(
     env: Any,
     tasks: list[str],
     plan: Sequence[Any],
-    game: Callable[[Any, str, Any], Generator[Any, Any, dict]],
+    outcome_of: Callable[[Any, str, Any], Generator[Any, Any, dict]],
     models: Models,
     **inputs: Any,
 ) -> None:
     """Play this process's share of the tasks by each method of the plan, a line as each ends.
 
-    A method has `settings()`, the fields that tell it apart, and a name, its text. game: from an
-    environment, a task and a method a generator of requests that returns the outcome. inputs: what
-    results are made from besides agent and QNet.
+    A method has `settings()`, the fields that tell it apart, and a name, its text. outcome_of: from
+    an environment, a task and a method a generator of requests that returns the outcome. inputs:
+    what results are made from besides agent and QNet.
     """
     settle_precision(args)
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     out = Output(args.out, args, identity, sft=args.sft, qnet=args.qnet, **inputs)
     before = len(out.records)
-    width, share = args.in_flight or env.side_by_side, set(my_share(tasks))
+    width = args.in_flight or env.side_by_side
     shared = {"env": env.name, "split": args.split, "label": args.label}
 
-    def play_line(method: Any, task_id: str) -> Generator[Any, Any, list[dict]]:
+    def line_of(method: Any, task_id: str) -> Generator[Any, Any, list[dict]]:
         started, fork = time.time(), env.fork()
-        outcome = yield from game(fork, task_id, method)
+        outcome = yield from outcome_of(fork, task_id, method)
         fork.close()
         line = {"task_id": task_id, "type": env.task_type(task_id), "block": env.block(task_id)}
         line |= shared | method.settings() | {"seed": args.seed} | outcome
@@ -161,10 +161,9 @@ def play(
 
     keys = {m: {identity({"task_id": t} | shared | m.settings()): t for t in tasks} for m in plan}
     for method, task_of in keys.items():
-        todo = [task_of[key] for key in out.missing(task_of) if task_of[key] in share]
-        if todo:
-            games = drive((play_line(method, task) for task in todo), models, width)
-            out.grow(games, str(method), len(share), len(share) - len(todo))
+        if todo := out.todo(task_of):
+            games = drive((line_of(method, task_of[key]) for key in todo), models, width)
+            out.grow(games, str(method), len(todo))
     cloned = bool(meta_of(args.sft)["recipe"])  # else it is a model as it came
     out.records = out.read()
     figures = {"leaks": leaks(env, out.records, args), "cloned": cloned}

@@ -244,16 +244,6 @@ def outdated(output: Path, above: frozenset = frozenset()) -> Iterator[tuple[Pat
 # ------------------------------------------------------------------------ outputs of several parts
 
 
-def my_share(tasks: list[str]) -> list[str]:
-    """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
-    rank, n = share()
-    if not tasks:
-        raise UserError("no tasks are left: mind --split, --skip and --limit")
-    if not 0 <= rank < n <= len(tasks):
-        raise UserError(f"RANK {rank}, WORLD_SIZE {n}: no share of {len(tasks)} tasks")
-    return tasks[rank::n]
-
-
 def states_of(checkpoint: Path) -> Path:
     """The folder of an unfinished training's states."""
     return checkpoint.with_name(checkpoint.name + ".partial")
@@ -296,12 +286,21 @@ class Output:
                 groups[key] = list(lines)
         return list(itertools.chain(*(groups | parts).values()))
 
+    def todo(self, keys: Iterable[Any]) -> list[Any]:
+        """What is missing of this process's share: from the RANK-th on, every WORLD_SIZE-th."""
+        (rank, n), keys = share(), list(keys)
+        if not keys:
+            raise UserError("no tasks are left: mind --split, --skip and --limit")
+        if not 0 <= rank < n <= len(keys):
+            raise UserError(f"RANK {rank}, WORLD_SIZE {n}: no share of {len(keys)} tasks")
+        return self.missing(keys[rank::n])
+
     def missing(self, keys: Iterable[Any]) -> list[Any]:
-        """Which of these groups are still to be made."""
+        """Which of these groups are still to be made, by whichever process."""
         done = set(map(self.key, self.records))
         return [key for key in keys if key not in done]
 
-    def grow(self, groups: Iterable[list[dict]], title: str, total: int, done: int = 0) -> None:
+    def grow(self, groups: Iterable[list[dict]], title: str, total: int) -> None:
         """Write groups as they come, each as one line of this process's part."""
         from tqdm import tqdm
 
@@ -311,7 +310,7 @@ class Output:
         with open(self.part, "a", encoding="utf-8") as out:
             out.truncate(self.part.read_bytes().rfind(b"\n") + 1)  # what a stop cut
             every = 0.1 if sys.stderr.isatty() else 30  # seconds
-            for group in tqdm(groups, title, total, initial=done, mininterval=every):
+            for group in tqdm(groups, title, total, mininterval=every):
                 out.write(files.dumps(group))
                 out.flush()
 

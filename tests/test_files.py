@@ -64,9 +64,9 @@ def grow(path: Path, *words, share: tuple = ALONE, stop: int | None = None, task
     """What a stage does, by process RANK of WORLD_SIZE, stopped in front of a group. Returns the tasks it did."""
     with process(*share):
         out = begin(path, *words, **inputs)
-        todo = out.missing(runs.my_share(tasks))[::-1][:stop]  # as they come, the last one first
+        todo = out.todo(tasks)[::-1][:stop]  # as they come, the last one first
         if todo:
-            out.grow(map(group, todo), "groups", len(tasks))
+            out.grow(map(group, todo), "groups", len(todo))
         if stop is None:
             out.finish(tasks, tasks=tasks)
         out.lock.close()
@@ -160,7 +160,7 @@ def test_what_is_no_output_of_this_command_or_can_not_be_shared_is_refused(tmp_p
         with pytest.raises(UserError, match=r"missing or not complete: make it first, by one process.* --env webshop"):
             need(None, tmp_path / "trees.jsonl", "build_trees", flags())
         with pytest.raises(UserError, match="no share of 4 tasks"):
-            runs.my_share(TASKS)
+            begin(tmp_path / "new").todo(TASKS)
     with mock.patch.dict(os.environ, WORLD_SIZE=""):  # of an unset variable
         assert files.share() == ALONE
 
