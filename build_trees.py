@@ -267,6 +267,7 @@ def grow(
     env: envs.TextEnv, agent: Any, demonstrations: dict | None, args: Any, task_id: str
 ) -> Generator[Sample, list[Candidate], list[dict]]:
     """The lines of a task's tree."""
+    limits = args.steps or env.tree_steps, env.max_steps  # which may be None, or a task's ("eto")
     explorer = Explorer(
         env.fork(),
         task_id,
@@ -274,7 +275,7 @@ def grow(
         max_depth=args.depth,
         width=args.width,
         max_rollouts=args.rollouts or math.inf,
-        max_steps=min(args.steps or env.tree_steps, env.max_steps or math.inf),
+        max_steps=min(limit for limit in limits if isinstance(limit, int)),
         prune=args.prune,
     )
     root = yield from explorer.explore(demonstrations)

@@ -263,9 +263,9 @@ def test_the_file_is_the_same_whatever_the_batch(build, tmp_path, monkeypatch):
 
 def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_lowest_step_limit(build, monkeypatch):
     monkeypatch.setattr(FakeEnv, "tree_steps", 2)
-    for flags, own, lowest in (([], 5, 2), (["--steps", "1"], 5, 1), (["--steps", "9"], 1, 1)):
+    for flags, own, lowest in (([], 5, 2), (["--steps", "1"], 5, 1), (["--steps", "9"], 1, 1), ([], None, 2)):
         monkeypatch.setattr(FakeEnv, "max_steps", own)
-        records = [json.loads(line) for line in build("--no-expert", *flags, out=f"{own}{lowest}.jsonl").splitlines()]
+        records = [json.loads(line) for line in build("--no-expert", *flags, out=f"{own}{lowest}{len(flags)}.jsonl").splitlines()]
         assert list(dict.fromkeys(r["task_id"] for r in records)) == ["train5", "train4", "train3", "train2"]
         assert max(r["depth"] for r in records) == lowest and {r["source"] for r in records} == {"root", "policy"}
 
