@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -79,39 +78,38 @@ def drive(
     list. Requests of one type from all generators are answered in one call of `models[type]`.
     An error of a generator is raised when what has finished by then is yielded: it is not lost.
     """
-    waiting: list[tuple[int, Generator[Any, Any, T], Any]] = []  # number, and its requests
-    finished: list[tuple[int, Any]] = []
+    waiting: list[tuple[Generator[Any, Any, T], Any]] = []  # with its request, or list of them
+    finished: list[T] = []
     errors: list[Exception] = []
-    source = enumerate(generators)
+    source = iter(generators)
 
-    def advance(number: int, generator: Generator[Any, Any, T], answer: Any) -> None:
+    def advance(generator: Generator[Any, Any, T], answer: Any) -> None:
         try:
-            waiting.append((number, generator, generator.send(answer)))
+            waiting.append((generator, generator.send(answer)))
         except StopIteration as stop:
-            heapq.heappush(finished, (number, stop.value))
+            finished.append(stop.value)
         except Exception as error:
             errors.append(error)
 
     while True:
         room = 0 if errors else width - len(waiting) - len(finished)
-        for number, generator in itertools.islice(source, room):
-            advance(number, generator, None)
+        for generator in itertools.islice(source, room):
+            advance(generator, None)
         if finished:
-            yield heapq.heappop(finished)[1]
+            yield finished.pop(0)
             continue
         if errors:
             raise errors[0]
         if not waiting:
             return
         # The most frequent type of request goes first: the others share larger batches later.
-        types = [type(r[0] if isinstance(r, list) else r) for _, _, r in waiting]
+        types = [type(r[0] if isinstance(r, list) else r) for _, r in waiting]
         chosen = max(set(types), key=lambda kind: (types.count(kind), kind.__name__))
         turn = [w for w, kind in zip(waiting, types, strict=True) if kind is chosen]
         waiting = [w for w, kind in zip(waiting, types, strict=True) if kind is not chosen]
         batch: list = []
-        for _, _, r in turn:
+        for _, r in turn:
             batch += r if isinstance(r, list) else [r]
         answers = iter(models[chosen](batch))
-        for number, generator, r in turn:
-            several = isinstance(r, list)
-            advance(number, generator, [next(answers) for _ in r] if several else next(answers))
+        for generator, r in turn:
+            advance(generator, [next(answers) for _ in r] if isinstance(r, list) else next(answers))

@@ -265,7 +265,8 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_lowest_ste
     monkeypatch.setattr(FakeEnv, "tree_steps", 2)
     for flags, own, lowest in (([], 5, 2), (["--steps", "1"], 5, 1), (["--steps", "9"], 1, 1), ([], None, 2)):
         monkeypatch.setattr(FakeEnv, "max_steps", own)
-        records = [json.loads(line) for line in build("--no-expert", *flags, out=f"{own}{lowest}{len(flags)}.jsonl").splitlines()]
+        text = build("--no-expert", *flags, out=f"{own}{lowest}{len(flags)}.jsonl")
+        records = [json.loads(line) for line in text.splitlines()]
         assert list(dict.fromkeys(r["task_id"] for r in records)) == ["train5", "train4", "train3", "train2"]
         assert max(r["depth"] for r in records) == lowest and {r["source"] for r in records} == {"root", "policy"}
 
