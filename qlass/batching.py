@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -58,9 +59,8 @@ def ask(
     temperature: float | None = None,
 ) -> Sample:
     """Request n actions in the state that `env` is in; temperature None: the checkpoint's."""
-    valid: dict[str, None] = {}
-    if rendering.candidates == "valid":
-        valid = dict.fromkeys(react(*candidate) for candidate in env.candidates())
+    candidates = env.candidates() if rendering.candidates == "valid" else ()
+    valid = dict.fromkeys(react(*candidate) for candidate in candidates)
     if temperature is None:
         temperature = rendering.temperature
     return Sample(state, n, key, temperature, tuple(valid))
@@ -78,21 +78,23 @@ def drive(
     list. Requests of one type from all generators are answered in one call of `models[type]`.
     An error of a generator is raised when what has finished by then is yielded: it is not lost.
     """
-    waiting: list[tuple[Generator[Any, Any, T], Any]] = []  # with its request, or list of them
+    waiting = collections.defaultdict(list)  # by type: a generator and its request, or list of them
     finished: list[T] = []
     errors: list[Exception] = []
     source = iter(generators)
 
     def advance(generator: Generator[Any, Any, T], answer: Any) -> None:
         try:
-            waiting.append((generator, generator.send(answer)))
+            requests = generator.send(answer)
+            kind = type(requests[0] if isinstance(requests, list) else requests)
+            waiting[kind].append((generator, requests))
         except StopIteration as stop:
             finished.append(stop.value)
         except Exception as error:
             errors.append(error)
 
     while True:
-        room = 0 if errors else width - len(waiting) - len(finished)
+        room = 0 if errors else width - sum(map(len, waiting.values())) - len(finished)
         for generator in itertools.islice(source, room):
             advance(generator, None)
         if finished:
@@ -103,13 +105,11 @@ def drive(
         if not waiting:
             return
         # The most frequent type of request goes first: the others share larger batches later.
-        types = [type(r[0] if isinstance(r, list) else r) for _, r in waiting]
-        chosen = max(set(types), key=lambda kind: (types.count(kind), kind.__name__))
-        turn = [w for w, kind in zip(waiting, types, strict=True) if kind is chosen]
-        waiting = [w for w, kind in zip(waiting, types, strict=True) if kind is not chosen]
-        batch: list = []
-        for _, r in turn:
-            batch += r if isinstance(r, list) else [r]
+        chosen = max(waiting, key=lambda kind: (len(waiting[kind]), kind.__name__))
+        turn, batch = waiting.pop(chosen), []
+        for _, requests in turn:
+            batch += requests if isinstance(requests, list) else [requests]
         answers = iter(models[chosen](batch))
-        for generator, r in turn:
-            advance(generator, [next(answers) for _ in r] if isinstance(r, list) else next(answers))
+        for generator, requests in turn:
+            several = isinstance(requests, list)
+            advance(generator, [next(answers) for _ in requests] if several else next(answers))

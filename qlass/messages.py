@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import re
 from collections.abc import Hashable
 from typing import Any
@@ -49,15 +50,15 @@ class State:
         """Of JSON. UserError unless user and assistant take turns, perhaps after a system."""
         if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
             raise UserError("messages are no list of objects with role and content")
-        roles = [turn.get("role") for turn in messages]
-        system = roles[:1] == ["system"]
-        turns = (["system"] * system + ["user", "assistant"] * len(roles))[: len(roles)]
-        for number, (turn, role) in enumerate(zip(messages, turns, strict=True), 1):
+        said, roles = [], itertools.cycle(("user", "assistant"))
+        for number, turn in enumerate(messages, 1):
+            role = "system" if number == 1 and turn.get("role") == "system" else next(roles)
             if turn.get("role") != role or not isinstance(turn.get("content"), str):
                 raise UserError(f"turn {number} is {turn!r:.60}, where {role} says a text")
-        if "user" not in turns:
+            said.append((role, turn["content"]))
+        if "user" not in dict(said):
             raise UserError("no turns of user and assistant")
-        return State(tuple((turn["role"], turn["content"]) for turn in messages), task)
+        return State(tuple(said), task)
 
     def dump(self) -> list[dict]:
         return [{"role": role, "content": content} for role, content in self.messages]

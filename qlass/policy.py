@@ -123,19 +123,16 @@ class Policy:
 
     def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
         """log pi(a | s) of actions as free text."""
-        return [self.logprob(state, action) for state, action in pairs]
-
-    def logprob(self, state: State, action: str) -> float:
-        prompt = self.chat.prompt(state)
-        ids = self.chat.action(action, state.task, len(prompt))
-        logp = self.logits(prompt, ids).log_softmax(-1)
-        return float(logp[range(len(ids)), ids].double().sum())
+        sums = []
+        for state, action in pairs:
+            prompt = self.chat.prompt(state)
+            ids = self.chat.action(action, state.task, len(prompt))
+            logp = self.logits(prompt, ids).log_softmax(-1)
+            sums.append(float(logp[range(len(ids)), ids].double().sum()))
+        return sums
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
-        pairs: list[tuple[State, str]] = []
-        for r in requests:
-            pairs += [(r.state, action) for action in r.actions]
-        logprobs = self.logprobs(pairs)
+        logprobs = self.logprobs([(r.state, action) for r in requests for action in r.actions])
         self.check(logprobs)
         values = iter(logprobs)
         return [[next(values) for _ in r.actions] for r in requests]
