@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
         first = {} if played else published.first_messages(env, expert)
         if env.agreement != "OK":  # which a prompt has by default
             first = {"agreement": env.agreement, **first}
-        chat.rendering = dataclasses.replace(chat.rendering, **first)
+        vars(chat.rendering).update(first)
         examples, validation = tokenize(chat, expert, args, process)
         flags.fill_defaults(args, defaults(args, len(examples)))
         chat.rendering.candidates = args.candidates

@@ -123,7 +123,7 @@ def scorer(qnet: QNet, plain: bool = False, cache_gb: float | None = None) -> QN
 
 def load_qnet(folder: Path, args: argparse.Namespace) -> QNet | FastQNet:
     """The QNet in a folder, loaded as the flags of a stage say, with the agent's prompts."""
-    qnet = QNet.from_pretrained(folder, **agent.loading(folder, args, agent.PROMPTED))
+    qnet = QNet.from_pretrained(folder, **agent.loading(folder, args))
     return scorer(qnet, args.plain, args.cache_gb)
 
 

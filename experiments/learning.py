@@ -21,9 +21,9 @@ from experiments import drive_in_order
 from experiments.self_train import trajectories
 from q_search import Method
 from qlass import UserError, flags, models, runs
-from qlass.agent import PROMPTED, begin_as_cloned, rendering_of
+from qlass.agent import begin_as_cloned
 from qlass.batching import Sample
-from qlass.chat import Chat
+from qlass.chat import Chat, Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.files import checkpoint_folder, draft_of, locked, write_jsonl
 from qlass.flags import Parser, at_least
@@ -119,7 +119,7 @@ def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = 
 
 def trainable(args: argparse.Namespace, kind: Any) -> tuple[Any, Chat, Any]:
     """--sft as a model of class `kind` that trains as the flags ask, its Chat, and PEFT's view of LoRA's updates."""
-    how = {"train": not args.lora, "rendering": rendering_of(args.sft, args, PROMPTED)}
+    how = {"train": not args.lora, "rendering": Rendering.load(args.sft, args, ["max_new_tokens", "truncate"])}
     model, chat = models.load_checkpoint(args.sft, kind, args.device, args.load_in, **how)
     adapter = models.prepare_training(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
     # Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled.

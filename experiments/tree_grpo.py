@@ -205,7 +205,7 @@ def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, nu
 def play(learner: Learner, env: envs.TextEnv, last: dict, args: argparse.Namespace, *shape: int) -> list[Group]:
     """The trajectories of the next batch's tasks, of forests of `shape` M, N, L, by the agent as it is now."""
     chat = copy.copy(learner.chat)
-    chat.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)  # the distribution that is trained
+    chat.rendering.top_p, chat.rendering.top_k = 1.0, 0  # the distribution that is trained
     tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.batch_tasks)
     key = ("grpo", args.seed, last["batch"] + 1)
     growing = (forest(env.fork(), task, *shape, chat.rendering, (*key, i)) for i, task in enumerate(tasks))

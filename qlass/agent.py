@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +15,17 @@ from qlass.models import load_chat, load_checkpoint
 from qlass.policy import Policy
 from qlass.server import ServerPolicy
 
-PROMPTED = ("max_new_tokens", "truncate")  # what a prompt depends on, for agent and QNet alike
-RENDERED = ("temperature", "top_p", "top_k", "stop", *PROMPTED)  # all that has a flag
-
-
-def rendering_of(folder: Path, args: Any, names: Sequence[str] = RENDERED) -> Rendering:
-    """A checkpoint's rendering, but for what the flags of these names say."""
-    flags = {name: value for name, value in vars(args).items() if name in names}
-    given = {name: value for name, value in flags.items() if value is not None}
-    return dataclasses.replace(Rendering.load(folder), **given)
-
 
 def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) -> None:
-    """Let the environment begin with the messages that the agent was cloned with.
-
-    An option `instruction` of the environment overrides its part.
-    """
+    """Let the environment begin with the messages that the agent was cloned with, but for an
+    instruction that --env-option names."""
     env.system = env.system if rendering.system is None else rendering.system
     env.agreement = rendering.agreement = rendering.agreement or env.agreement
-    if rendering.instruction in (None, env.instruction):
-        return
-    if any(option.startswith("instruction=") for option in args.env_option):
-        problem = "was cloned with another instruction than --env-option names"
-        warn(f"{args.sft} {problem}")
-    else:
-        env.instruct(rendering.instruction)
+    if rendering.instruction not in (None, env.instruction):
+        if any(option.startswith("instruction=") for option in args.env_option):
+            warn(f"{args.sft} was cloned with another instruction than --env-option names")
+        else:
+            env.instruct(rendering.instruction)
 
 
 def load_policy(path: str | Path, seed: int = 0, cache_gb: Any = None, **options: Any) -> Policy:
@@ -64,8 +48,7 @@ def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
     return load_policy(args.sft, args.seed, args.cache_gb, **options)
 
 
-def loading(folder: Path, args: Any, names: Sequence[str] = RENDERED) -> dict[str, Any]:
-    """What `load_checkpoint` takes of the flags; names: as of `rendering_of`."""
-    flags = ("device", "load_in", "plain", "precision")
-    options = {name: getattr(args, name) for name in flags}
-    return options | {"rendering": rendering_of(folder, args, names)}
+def loading(folder: Path, args: Any) -> dict[str, Any]:
+    """What `load_checkpoint` takes of the flags."""
+    options = {name: getattr(args, name) for name in ("device", "load_in", "plain", "precision")}
+    return options | {"rendering": Rendering.load(folder, args)}

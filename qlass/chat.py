@@ -1,7 +1,5 @@
 """How a state becomes tokens: by the model's own chat template, for every stage alike."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime
@@ -10,12 +8,13 @@ import itertools
 import json
 import math
 import re
-import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 
 from qlass import UserError
 from qlass.files import read_object, warn
@@ -24,22 +23,24 @@ from qlass.tiny import MARK, Aids
 
 warn_once = functools.cache(warn)
 LEAST = {"temperature": 0, "max_new_tokens": 1, "top_p": 0.01, "top_k": 0}
+FLAGS = ("temperature", "top_p", "top_k", "stop", "max_new_tokens", "truncate")  # that set one
 
 
+@strict  # in its types, without which a file's typing error would be silent
 @dataclasses.dataclass
 class Rendering:
     """How a checkpoint reads and writes: its `policy.json`. The defaults are the paper's."""
 
-    temperature: float = 0.7  # App. A.2
+    temperature: float | int = 0.7  # App. A.2
     max_new_tokens: int = 256
     candidates: Literal["free", "valid"] = "free"  # valid: those that the environment offers
     mark_matches: bool = False  # this, compact and markov: `tiny.Aids`
     compact: bool = False
     markov: bool = False
-    top_p: float = 1.0  # of free text, like top_k and stop; 1: all
+    top_p: float | int = 1.0  # of free text, like top_k and stop; 1: all
     top_k: int = 0  # 0: all
     # Texts that end an action, as the end of the turn does. ETO's own agents stop at these.
-    stop: tuple[str, ...] = ("\nObservation:", "\nTask:", "\n---")
+    stop: tuple[str, ...] | list[str] = ("\nObservation:", "\nTask:", "\n---")
     truncate: Literal["oldest", None] = None  # turns to leave out beyond the model's context
     date: str | None = None  # what a template prints for today's date
     # The first messages that it was cloned with, if they are not the environment's own.
@@ -50,32 +51,26 @@ class Rendering:
     FILE = "policy.json"
 
     def __post_init__(self) -> None:
-        types = typing.get_type_hints(Rendering)
-        for name, value in vars(self).items():
-            if not fits(value, types[name]) or (name in LEAST and not value >= LEAST[name]):
-                allowed = self.__annotations__[name]
-                raise UserError(f"{self.FILE}: {name} can't be {value!r:.40} ({allowed})")
         self.stop = tuple(filter(None, self.stop))
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is less than {least}")
 
     def save(self, folder: Path) -> None:
         text = json.dumps(vars(self), indent=1)
         (folder / self.FILE).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: str | Path) -> Rendering:
+    def load(cls, folder: str | Path, args: Any = None, names: Any = FLAGS) -> "Rendering":
+        """A checkpoint's, but for what the flags of these names say."""
         file = Path(folder) / cls.FILE
         fields = read_object(file) if file.exists() else {}
-        if unknown := fields.keys() - vars(cls()):
-            raise UserError(f"{file}: there is no setting {min(unknown)!r:.40}")
-        return cls(**fields)
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """Is a value of JSON of this type? A list is a tuple, 1 is 1.0; True is no number."""
-    kinds = typing.get_args(kind) or (kind,)  # a union's types, a Literal's values
-    if typing.get_origin(kind) is tuple:
-        return type(value) in (list, tuple) and all(type(part) in kinds for part in value)
-    return value in kinds or type(value) in kinds or (kind is float and type(value) is int)
+        flags = {name: getattr(args, name, None) for name in names}
+        fields |= {name: value for name, value in flags.items() if value is not None}
+        try:
+            return cls(**fields)
+        except (TypeError, ValueError, StrictDataclassError) as error:
+            raise UserError(f"{file}: {' '.join(str(error).split())}") from None
 
 
 class TooLong(UserError):
@@ -109,7 +104,7 @@ class Chat:
     def __init__(self, tokenizer: Any, rendering: Rendering, context: int | None = None, ends=()):
         """context: the model's, in tokens; None: no limit. ends: more ids that end a turn."""
         tokenizer.split_special_tokens = tokenizer.clean_up_tokenization_spaces = False
-        self.tokenizer, self.rendering = tokenizer, rendering
+        self.tokenizer, self.rendering, self.aids = tokenizer, rendering, Aids(rendering)
         self.context = context or math.inf
         self._read_template()
         added = tokenizer.added_tokens_decoder  # a config may name a mere letter as an end
@@ -118,10 +113,6 @@ class Chat:
         self.controls = any_of(controls)
         self._check_tokens()
         self.encode = functools.lru_cache(maxsize=100_000)(self._encode)
-
-    @property
-    def aids(self) -> Aids:
-        return Aids(self.rendering)
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
@@ -150,10 +141,8 @@ class Chat:
         # The turn ends with the first added token after the assistant's words, special or not.
         added = self.tokenizer.added_tokens_encoder
         ends = any_of(text for text in added if text.strip() and text != MARK)
+        after = after if ends.search(after) else (self.tokenizer.eos_token or "") + after
         if not (end := ends.search(after)):
-            after = (self.tokenizer.eos_token or "") + after
-            end = ends.search(after)
-        if not end:
             raise UserError("its tokenizer has no eos_token, and its template ends no turn")
         self.stop, self.turn = after[: end.end()], after[end.end() :]
         self.stop_id = added[end[0]]
@@ -177,19 +166,13 @@ class Chat:
             self._encode("", "", end, "")
 
     def _encode(self, past: str, before: str, content: str, after: str) -> list[int]:
-        """Tokens of before + content + after where `past` precedes them.
-
-        SentencePiece adds a space at a text's beginning alone. Control tokens in the content are
-        read as their characters.
-        """
+        """Tokens of before + content + after behind `past`, as SentencePiece adds a space at a
+        text's beginning alone. Control tokens in the content are read as their characters."""
         from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
         text = before + mark_control_tokens(content, self.controls) + after
         past_ids = encode_marked_chat(self.tokenizer, past)
-        try:
-            ids = encode_marked_chat(self.tokenizer, past + text)
-        except ValueError as error:  # a control token is in its vocabulary, too
-            raise UserError(f"{error}, as in a message") from error
+        ids = encode_marked_chat(self.tokenizer, past + text)
         if ids[: len(past_ids)] != past_ids:  # the text's first token takes the space before it
             return encode_marked_chat(self.tokenizer, text)
         return ids[len(past_ids) :]
@@ -198,7 +181,7 @@ class Chat:
         """One list of tokens per message; a user message's ends with the generation prompt.
 
         A system message shares the list of the user's first. Spaces at a message's ends are left
-        out, as most templates do. UserError if the template has no place for a system message.
+        out, as most templates do.
         """
         messages = [(role, content.strip()) for role, content in state.messages]
         past, before = "", self.begin
@@ -216,10 +199,8 @@ class Chat:
         return lists
 
     def action(self, text: str, task: str, prompt: int = 0) -> list[int]:
-        """Tokens of an action as the assistant writes it, with the token that ends its turn.
-
-        prompt: length of the prompt before it; TooLong if both exceed the model's context.
-        """
+        """Tokens of an action as the assistant writes it, with the token that ends its turn;
+        TooLong if they and `prompt` tokens exceed the model's context."""
         text = self.aids.mark(text.strip(), task)
         ids = self.encode(self.ask, self.lead, text, self.stop)
         self._check(prompt, len(ids))
@@ -235,10 +216,8 @@ class Chat:
         return self.aids.unmark(any_of(self.rendering.stop).split(text)[0]).strip()
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
-        """`message_tokens` of a prompt that leaves room for an action; TooLong if it does not.
-
-        With --truncate oldest, the oldest turns are left out as far as need be.
-        """
+        """`message_tokens` of a prompt that leaves room for an action, or TooLong. With --truncate
+        oldest, the oldest turns are left out as far as need be."""
         lists = self.message_tokens(state)
         length, action = sum(map(len, lists)), self.rendering.max_new_tokens
         front = self.stays(state) if self.rendering.truncate else len(lists)

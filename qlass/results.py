@@ -11,9 +11,8 @@ from itertools import chain
 from typing import Any
 
 from qlass import UserError
-from qlass.agent import rendering_of
 from qlass.batching import Candidate, Models, drive
-from qlass.chat import Chat
+from qlass.chat import Chat, Rendering
 from qlass.files import warn
 from qlass.messages import State
 from qlass.models import settle_precision
@@ -119,7 +118,7 @@ def identity(record: dict) -> tuple:
 
 def protocol(args: argparse.Namespace, env: Any) -> dict[str, Any]:
     """What the numbers of a file mean, as far as its lines do not tell it (data/README.md)."""
-    rendering, data = rendering_of(args.sft, args), dict(args.env_files or {})
+    rendering, data = Rendering.load(args.sft, args), dict(args.env_files or {})
     apart = {"max_steps", *data}  # options with a field of their own
     options = [text for text in args.env_option if text.partition("=")[0] not in apart]
     data.pop("instruction", None)  # it is the agent's
