@@ -8,7 +8,6 @@ adapter/ in PEFT's format. With W in 4 bits this is QLoRA (Dettmers et al. 2023)
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
@@ -25,12 +24,10 @@ from transformers import AutoModelForCausalLM, utils
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.fast import parity
-from qlass.files import draft_of
-from qlass.messages import State
+from qlass.files import draft_of, read_object
 from qlass.server import Server
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
-NAME = "pretrained_model_name_or_path"
 
 utils.logging.disable_progress_bar()
 utils.logging.set_verbosity_error()  # `check_weights` reads the load report
@@ -83,13 +80,17 @@ def load_checkpoint(
         refuse_qnet(path)
     place, dtype = device_and_dtype(device, precision)
     options: dict[str, Any] = {"dtype": torch.float32 if train else dtype}
-    if load_in:
-        options |= few_bits(load_in, place)
+    # A number, as Accelerate compares it with that of weights in few bits.
+    options["device_map"] = {"": place.index if place.type == "cuda" else place}
+    if load_in:  # NF4 or LLM.int8
+        four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+        few = hf.BitsAndBytesConfig(**{f"load_in_{load_in}": True}, **four)
+        options["quantization_config"] = few
     chat = load_chat(path, rendering or Rendering.load(path))
-    with one_line(path):
+    with one_line(path), torch.no_grad():
         model = load_weights(path, kind, options).eval()
-        model = model if load_in else model.to(place)
-        outputs(model)  # weights that are not those of a quantization_config fail only here
+        ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+        model(input_ids=ids)  # weights that are not those of a quantization_config fail only here
     check_tokens(path, model, chat)
     if not plain:
         parity.check(model, str(path))
@@ -105,15 +106,14 @@ def one_line(path: str | Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0].rstrip(": .")
-        raise UserError(f"{path}: no complete checkpoint? It can't be loaded ({reason})") from error
+        raise UserError(f"{path}: can't be loaded ({reason}); is it complete?") from error
 
 
-def load_weights(path: str | Path, kind: Any, options: dict[str, Any], alone: bool = True) -> Any:
-    """A model with the weights in `path`, all of them and no others; options of from_pretrained.
-    alone: it is not the base of an adapter, which may be in the same folder."""
-    check_files(Path(path), alone)
+def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
+    """A model with the weights in `path`, all of them and no others; options of from_pretrained."""
+    check_files(Path(path))
     if base := base_of(path):
-        agent = load_weights(base, AutoModelForCausalLM, options, alone=False)
+        agent = load_weights(base, AutoModelForCausalLM, options)
         if getattr(agent, "is_quantized", False):
             raise UserError(f"{path}: an adapter needs its base in full, without --load-in")
         agent = with_adapter(agent, path)  # which names the layers of an agent
@@ -133,17 +133,12 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any], alone: bo
     return model
 
 
-def check_files(folder: Path, alone: bool) -> None:
-    """UserError for a folder of whose weights transformers or PEFT would take a part unasked."""
-    files = [*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")]
-    if len({file.name.split("-of-")[-1] for file in files}) > 1:
-        raise UserError(f"{folder}: weights of two saves; remove the older model*.safetensors")
-    files += folder.glob("pytorch_model*.bin")
-    below = folder.rglob if alone else folder.glob
-    for config in below("adapter_config.json") if files else ():
-        adapter, above = config.parent, config.parents[1] / "config.json"
-        if not above.exists() or digest(adapter) not in above.read_text("utf-8"):
-            raise UserError(f"{folder}: {adapter} is not merged into its weights; move one away")
+def check_files(folder: Path) -> None:
+    """UserError for a folder with weights of two saves, of which one would be loaded unasked."""
+    patterns = ("model.safetensors", "model-*-of-*.safetensors", "adapter_config.json")
+    files = [file.name for pattern in patterns for file in folder.glob(pattern)]
+    if len({name.split("-of-")[-1] for name in files}) > 1:
+        raise UserError(f"{folder}: {min(files)} and {max(files)} are of two saves; move one away")
 
 
 def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
@@ -166,32 +161,29 @@ def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
 
 def check_tokens(path: str | Path, model: Any, chat: Chat) -> None:
     """UserError if a prompt or a text can have a token that the model has no embedding of."""
-    size, tokenizer = len(model.get_input_embeddings().weight), chat.tokenizer
-    controls = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ids = set(tokenizer.get_vocab().values()) - controls  # which only a template writes
-    ids.update(*chat.message_tokens(State((("user", "a"), ("assistant", "b"), ("user", "c")))))
-    if (highest := max(ids)) >= size:
-        problem = f"no embedding for the token {tokenizer.convert_ids_to_tokens(highest)!r}"
-        raise UserError(f"{path}: {problem}; give it the tokenizer that its weights were made with")
+    size = len(model.get_input_embeddings().weight)
+    template = chat.begin + chat.ask + chat.stop + chat.turn
+    for token, i in chat.tokenizer.get_vocab().items():
+        if i >= size and (token in template or not chat.controls.fullmatch(token)):
+            advice = "give it the tokenizer that its weights were made with"
+            raise UserError(f"{path}: no embedding for the token {token!r}; {advice}")
 
 
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
     with one_line(path):
-        base = home = base_of(path) or path
-        if base != path and utils.hub.has_file(str(path), "tokenizer_config.json"):
-            home = path  # an adapter may have a tokenizer of its own
-        files = " ".join(file.name for file in Path(home).glob("*"))  # of a hub name: none
-        if files and not re.search(r"\b(tokenizer|vocab)|\.model\b", files):
-            raise UserError(f"{home}: no tokenizer: name a checkpoint, or copy its base model's")
+        base = base_of(path) or path
+        home = path  # an adapter may have a tokenizer of its own
+        if base != path and not utils.hub.has_file(str(path), "tokenizer_config.json"):
+            home = base
         config = hf.AutoConfig.from_pretrained(**source(base))
         tokenizer = hf.AutoTokenizer.from_pretrained(**source(home), config=config)
         generation = hf.GenerationConfig.from_model_config(config)
         with contextlib.suppress(OSError):  # not every checkpoint has one
-            generation = hf.GenerationConfig.from_pretrained(source(base)[NAME])
-    ends = generation.eos_token_id  # of a turn
-    ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
-    return Chat(tokenizer, rendering, context_of(config), ends)
+            generation = hf.GenerationConfig.from_pretrained(base)
+        ends = generation.eos_token_id  # of a turn
+        ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
+        return Chat(tokenizer, rendering, context_of(config), ends)
 
 
 def context_of(config: Any) -> int | None:
@@ -205,18 +197,11 @@ def context_of(config: Any) -> int | None:
 
 def source(path: str | Path) -> dict[str, Any]:
     """from_pretrained's arguments for a folder, a hub name, or a GGUF file."""
-    file, place = Path(path), {NAME: str(path)}
+    name, file = "pretrained_model_name_or_path", Path(path)
+    safe: Any = {"trust_remote_code": False}  # a stranger's code does not run
     if file.suffix == ".gguf":
-        place = {NAME: str(file.parent), "gguf_file": file.name}
-    return {**place, "trust_remote_code": False}  # a stranger's code does not run
-
-
-def few_bits(load_in: str, place: torch.device) -> dict[str, Any]:
-    """from_pretrained's options for weights in 4 bits (NF4) or 8 (LLM.int8)."""
-    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-    config = hf.BitsAndBytesConfig(**{f"load_in_{load_in}": True}, **four)
-    device = "cpu" if place.type == "cpu" else place.index  # a number, as Accelerate compares
-    return {"quantization_config": config, "device_map": {"": device}}
+        return {name: str(file.parent), "gguf_file": file.name, **safe}
+    return {name: str(path), **safe}
 
 
 # --------------------------------------------------------------------------------------- adapters
@@ -225,26 +210,15 @@ def few_bits(load_in: str, place: torch.device) -> dict[str, Any]:
 def base_of(path: str | Path) -> str | None:
     """The model that a PEFT adapter was trained on, None if `path` is no adapter. A relative path
     may begin at the adapter."""
-    if Path(path).suffix == ".gguf" or not utils.find_adapter_config_file(str(path)):
+    file = Path(path).suffix != ".gguf" and utils.find_adapter_config_file(str(path))
+    if not file:
         return None
-    import peft
-
-    config = peft.PeftConfig.from_pretrained(path)
-    if config.is_prompt_learning:
-        raise UserError(f"{path}: a trained prompt can't become weights: name a LoRA adapter")
-    base = config.base_model_name_or_path or "(none)"
+    base = read_object(Path(file))["base_model_name_or_path"] or "(none)"
     for folder in filter(os.path.exists, (base, os.path.join(path, base))):
         return folder
-    with contextlib.suppress(OSError):  # neither of them is on the hub
-        if utils.find_adapter_config_file(base) or hf.PretrainedConfig.get_config_dict(base):
-            return base
-    raise UserError(f"{path}: its base model {base} is not there, and can't be read on the hub")
-
-
-def digest(adapter: Path) -> str:
-    """Of an adapter's weights. It stands in the config.json of the weights with these updates."""
-    files = sorted(adapter.glob("adapter_model.*"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    with one_line(f"{path}: its base model {base}"):
+        hf.PretrainedConfig.get_config_dict(base)
+    return base
 
 
 def with_adapter(model: Any, adapter: str | Path) -> Any:
@@ -258,36 +232,23 @@ def with_adapter(model: Any, adapter: str | Path) -> Any:
         if name.endswith(f"{layer}.weight"):
             model.resize_token_embeddings(len(weight), mean_resizing=False)
     model = peft.PeftModel.from_pretrained(model, adapter)
+    if not hasattr(model.base_model, "merge_and_unload"):
+        raise UserError(f"{adapter}: a trained prompt can't become weights: name a LoRA adapter")
     missing, unexpected = peft.set_peft_model_state_dict(model, saved)
     lost = [key for key in missing + unexpected if model.base_model.prefix in key]  # "lora_"
     if lost:
         raise UserError(f"{adapter}: the adapter and its base do not both have {lost[0]}")
-    return merged(model, adapter).requires_grad_(True)  # PEFT has frozen the base
+    return merged(model).requires_grad_(True)  # PEFT has frozen the base
 
 
-def merged(adapter: Any, name: str | Path) -> Any:
-    """PEFT's view of a model -> the model with the updates in its weights. UserError if it computes
-    something else."""
+def merged(adapter: Any) -> Any:
+    """PEFT's view of a model -> the model with the updates in its weights."""
     inner, outer = adapter.get_input_embeddings(), adapter.get_output_embeddings()
     updated = hasattr(inner, "base_layer") or hasattr(outer, "base_layer")
     if outer and updated and inner.weight is outer.weight:  # an update of one is not the other's
         layer = getattr(outer, "base_layer", outer)
-        layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
-        adapter.config.tie_word_embeddings = False
-    before = outputs(adapter.eval())
-    model = adapter.merge_and_unload()
-    error = parity.relative([*zip(outputs(model), before, strict=True)]).median()
-    if not error < (parity.EXACT if model.dtype == torch.float32 else parity.ROUGH):
-        raise UserError(f"{name}: the adapter can't be merged: the outputs differ by {error:.1%}")
-    return model
-
-
-@torch.no_grad()
-def outputs(model: Any) -> torch.Tensor:
-    """What a model computes of a few tokens from all over its vocabulary but the ends, (T, D)."""
-    size = len(model.get_input_embeddings().weight)
-    ids = torch.arange(size // 8, size * 7 // 8, max(1, size // 16), device=model.device)
-    return model(input_ids=ids[None])[0][0].float()
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    return adapter.merge_and_unload()
 
 
 # ---------------------------------------------------------------------------- training and saving
@@ -321,10 +282,8 @@ def refuse_qnet(path: str | Path) -> None:
 def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:
     """AdamW of what is trained in each module at its rate, without weight decay (Table 5);
     "adamw8bit": moments in 8 bits."""
-    groups = []
-    for module, rate in rates:
-        trained = [p for p in module.parameters() if p.requires_grad]
-        groups += [{"params": trained, "lr": rate}] if trained else []
+    trained = [([p for p in part.parameters() if p.requires_grad], rate) for part, rate in rates]
+    groups = [{"params": parameters, "lr": rate} for parameters, rate in trained if parameters]
     optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
         import bitsandbytes
@@ -342,8 +301,7 @@ def full_weights(model: Any, folder: Path, adapter: Any = None, dtype: Any = Non
             base = load_weights(model.name_or_path, type(model), {"dtype": model.dtype})
             model = with_adapter(base.to(model.device), folder / "adapter")
         else:
-            model = merged(adapter, folder)
-        model.config.merged_adapter = digest(folder / "adapter")
+            model = merged(adapter)
     for p in model.parameters():  # not buffers: rounded rotary frequencies turn late positions
         if dtype and p.is_floating_point():
             p.data = p.data.to(dtype)

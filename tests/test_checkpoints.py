@@ -84,22 +84,22 @@ def copy(tmp_path, agent):
 
 def test_other_weights_than_those_meant_are_refused(copy, tmp_path):
     shutil.copy(copy / "model.safetensors", copy / "model-00001-of-00001.safetensors")
-    refused(copy, "weights of two saves")
+    refused(copy, "model-00001-of-00001.safetensors and model.safetensors are of two saves")
     (copy / "model-00001-of-00001.safetensors").unlink()
     refused(rewrite(copy, intermediate_size=128), "down_proj.weight has another size in config.json")
     for quantised in ({"quant_method": "awq"}, {"quant_method": "bitsandbytes", "load_in_4bit": True}):
-        refused(rewrite(copy, quantization_config=quantised), "It can't be loaded")
+        refused(rewrite(copy, quantization_config=quantised), "can't be loaded")
     for keep in (-100, 5, 0):  # weights, header, all
         cut(copy / "model.safetensors", keep)
-        refused(copy, "no complete checkpoint?")
+        refused(copy, "is it complete?")
     (copy / "model.safetensors").unlink()
     refused(copy, "no file named model.safetensors")
+    for file in copy.glob("tokenizer*"):
+        file.unlink()
+    refused(copy, "Couldn't instantiate the backend tokenizer")
     cut(copy / "config.json", 20)
     refused(copy, "not a valid JSON")
     refused(tmp_path / "none", "")
-    for file in copy.glob("tokenizer*"):
-        file.unlink()
-    refused(copy, "no tokenizer: name a checkpoint, or copy")
 
 
 class Bomb(str):
@@ -161,7 +161,7 @@ UPDATES = [  # layers with updates, rows that are added to the embeddings, what 
 
 
 @pytest.mark.parametrize(("updated", "rows", "whole"), UPDATES)
-def test_a_merge_computes_what_the_adapter_does(tmp_path, agent, updated, rows, whole, monkeypatch):
+def test_a_merge_computes_what_the_adapter_does(tmp_path, agent, updated, rows, whole):
     """Of a base whose output layer has the weights of its embeddings."""
     folder, merged = tmp_path / "lora", tmp_path / "merged"
     expected = adapter(agent, folder, updated, rows, modules_to_save=whole)
@@ -169,9 +169,6 @@ def test_a_merge_computes_what_the_adapter_does(tmp_path, agent, updated, rows, 
     models.save_checkpoint(model, chat, merged)
     for loaded in (model, load_policy(merged).model):
         torch.testing.assert_close(loaded(IDS).logits, expected, atol=1e-4, rtol=1e-4)
-    for layer in ("Linear", "Embedding"):  # a merge that adds something else
-        monkeypatch.setattr(f"peft.tuners.lora.layer.{layer}.get_delta_weight", lambda *_: torch.tensor(0.1))
-    refused(folder, "can't be merged: the outputs differ by")
 
 
 def test_an_adapter_of_another_model_or_of_a_prompt_is_refused(tmp_path, agent):
@@ -182,6 +179,7 @@ def test_an_adapter_of_another_model_or_of_a_prompt_is_refused(tmp_path, agent):
         refused(tmp_path / "lora", rf"do not both have .*layers\.{max(1, layers - 1)}")
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     peft.get_peft_model(tiny_lm(CHAT), prompt).save_pretrained(tmp_path / "prompt")
+    rewrite(tmp_path / "prompt", name="adapter_config.json", base_model_name_or_path=str(agent))
     refused(tmp_path / "prompt", "a trained prompt can't become weights")
 
 
@@ -192,29 +190,24 @@ def test_a_relative_base_may_begin_here_or_at_the_adapter(tmp_path, copy, base, 
     adapter(copy, tmp_path / "lora")
     for name in (None, base):
         rewrite(tmp_path / "lora", name="adapter_config.json", base_model_name_or_path=name)
-        refused(tmp_path / "lora", f"its base model {re.escape(name or '(none)')} is not there")
+        refused(tmp_path / "lora", f"its base model {re.escape(name or '(none)')}: can't be loaded")
     copy.rename(tmp_path / "base")
     assert Path(models.base_of(tmp_path / "lora")).samefile(tmp_path / "base")
     cut(tmp_path / "lora" / "adapter_model.safetensors", -50)
-    refused(tmp_path / "lora", "no complete checkpoint?")
+    refused(tmp_path / "lora", "is it complete?")
 
 
-@pytest.mark.parametrize("place", [".", "adapter", "a/checkpoint-5"])
-def test_an_adapter_beside_full_weights_is_refused(tmp_path, agent, place):
+def test_an_adapter_beside_full_weights_is_refused(tmp_path, agent):
     """They are loaded without it, but as its base."""
     model, chat = models.load_checkpoint(agent, hf.AutoModelForCausalLM)
     models.save_checkpoint(model, chat, tmp_path, models.prepare_training(model, 2))
     models.load_checkpoint(tmp_path, hf.AutoModelForCausalLM)  # with adapter/, which is merged
-    adapter(tmp_path, tmp_path / place)
-    if place == ".":
-        adapter(agent, tmp_path / "b")
-        rewrite(tmp_path / "b", name="adapter_config.json", base_model_name_or_path=str(tmp_path))
-        with pytest.raises(UserError, match="is not merged into its weights"):
-            load_policy(tmp_path / "b")
-        shutil.rmtree(tmp_path / "b")
-    else:
-        models.load_checkpoint(tmp_path / place, hf.AutoModelForCausalLM)
-    refused(tmp_path, f"{re.escape(str(tmp_path / place))} is not merged into its weights")
+    adapter(tmp_path, tmp_path)
+    adapter(agent, tmp_path / "b")
+    rewrite(tmp_path / "b", name="adapter_config.json", base_model_name_or_path=str(tmp_path))
+    for folder in (tmp_path, tmp_path / "b"):
+        with pytest.raises(UserError, match=r"adapter_config\.json and model\.safetensors"):
+            load_policy(folder)
 
 
 # ------------------------------------------------------------------------------------- LoRA, few bits, and GGUF files
