@@ -161,7 +161,8 @@ class Chat:
         letters = self.tokenizer.decode(ids[:-1], skip_special_tokens=True).strip().split(" ")
         for letter, back in itertools.zip_longest(LETTERS.split(" "), letters):
             if letter != back:
-                raise UserError(f"its tokenizer gives an action's {letter!r} back as {back!r}")
+                fault = f"its tokenizer gives an action's {letter!r} back as {back!r}"
+                raise UserError(f"{fault}; has it all its files?")
         for end in self.tokenizer.convert_ids_to_tokens(list(self.stop_ids)):
             self._encode("", "", end, "")
 

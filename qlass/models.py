@@ -84,12 +84,13 @@ def load_checkpoint(
     options["device_map"] = {"": place.index if place.type == "cuda" else place}
     if load_in:  # NF4 or LLM.int8
         four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-        few = hf.BitsAndBytesConfig(**{f"load_in_{load_in}": True}, **four)
-        options["quantization_config"] = few
+        options["quantization_config"] = hf.BitsAndBytesConfig(
+            **{f"load_in_{load_in}": True}, **four
+        )
     chat = load_chat(path, rendering or Rendering.load(path))
     with one_line(path), torch.no_grad():
         model = load_weights(path, kind, options).eval()
-        ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+        ids = torch.zeros(1, 8, dtype=torch.long, device=model.device)
         model(input_ids=ids)  # weights that are not those of a quantization_config fail only here
     check_tokens(path, model, chat)
     if not plain:
