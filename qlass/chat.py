@@ -23,10 +23,10 @@ from qlass.tiny import MARK, Aids
 
 warn_once = functools.cache(warn)
 LEAST = {"temperature": 0, "max_new_tokens": 1, "top_p": 0.01, "top_k": 0}
-FLAGS = ("temperature", "top_p", "top_k", "stop", "max_new_tokens", "truncate")  # that set one
+FLAGS = ("temperature", "top_p", "top_k", "stop", "max_new_tokens", "truncate")  # of a stage
 
 
-@strict  # in its types, without which a file's typing error would be silent
+@strict  # it refuses values of other types
 @dataclasses.dataclass
 class Rendering:
     """How a checkpoint reads and writes: its `policy.json`. The defaults are the paper's."""
