@@ -268,7 +268,8 @@ def main(argv: list[str] | None = None) -> None:
         first = {} if played else published.first_messages(env, expert)
         if env.agreement != "OK":  # which a prompt has by default
             first = {"agreement": env.agreement, **first}
-        vars(chat.rendering).update(first)
+        for name, text in first.items():
+            setattr(chat.rendering, name, text)
         examples, validation = tokenize(chat, expert, args, process)
         flags.fill_defaults(args, defaults(args, len(examples)))
         chat.rendering.candidates = args.candidates

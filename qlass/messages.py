@@ -50,15 +50,15 @@ class State:
         """Of JSON. UserError unless user and assistant take turns, perhaps after a system."""
         if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
             raise UserError("messages are no list of objects with role and content")
-        said, roles = [], itertools.cycle(("user", "assistant"))
+        turns, roles = [], itertools.cycle(("user", "assistant"))
         for number, turn in enumerate(messages, 1):
             role = "system" if number == 1 and turn.get("role") == "system" else next(roles)
             if turn.get("role") != role or not isinstance(turn.get("content"), str):
                 raise UserError(f"turn {number} is {turn!r:.60}, where {role} says a text")
-            said.append((role, turn["content"]))
-        if "user" not in dict(said):
+            turns.append((role, turn["content"]))
+        if "user" not in dict(turns):
             raise UserError("no turns of user and assistant")
-        return State(tuple(said), task)
+        return State(tuple(turns), task)
 
     def dump(self) -> list[dict]:
         return [{"role": role, "content": content} for role, content in self.messages]
