@@ -309,7 +309,8 @@ def main(argv: list[str] | None = None) -> None:
         groups = drive(growing, {Sample: agent.sample}, args.in_flight or env.side_by_side)
         trees.grow(groups, "trees", len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
-    records = trees.read()
+    trees.read()
+    records = trees.records
     counts = metrics(records) | published.failures(records, demonstrations or {})
     grown = {*tasks, *(node["task_id"] for node in records)}  # more than --limit, if it was larger
     planned = [task for task in order if task in grown]

@@ -63,7 +63,7 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> None:
     """Write what is missing of expert.jsonl: the first --n-expert training tasks."""
     settings = runs.only(args, "env", "env_option", "env_files", "env_version")
     out = runs.Output(args.expert, settings, itemgetter("task_id"), alone=True)
-    tasks = env.task_ids("train")[: args.n_expert and max(args.n_expert, len(out.records))]
+    tasks = env.task_ids("train")[: args.n_expert and max(args.n_expert, len(out.groups))]
     todo = out.missing(tasks)
     out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(todo))
     out.finish(tasks)

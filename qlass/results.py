@@ -146,7 +146,7 @@ def play(
     settle_precision(args)
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     out = Output(args.out, args, identity, sft=args.sft, qnet=args.qnet, **inputs)
-    before = len(out.records)
+    before = len(out.groups)
     width = args.in_flight or env.side_by_side
     shared = {"env": env.name, "split": args.split, "label": args.label}
 
@@ -164,15 +164,14 @@ def play(
             games = drive((line_of(method, task_of[key]) for key in todo), models, width)
             out.grow(games, str(method), len(todo))
     cloned = bool(meta_of(args.sft)["recipe"])  # else it is a model as it came
-    out.records = out.read()
+    out.read()
     figures = {"leaks": leaks(env, out.records, args), "cloned": cloned}
     out.finish([*chain(*keys.values())], **figures, protocol=protocol(args, env))
-    nothing_new = len(out.records) == before
+    nothing_new = len(out.groups) == before
     if nothing_new:
         refuse_stale(args, any(method.needs_q for method in plan))
-    by_key = {identity(record): record for record in out.records}
     for method, task_of in keys.items():
-        tell(method, [by_key[key] for key in task_of if key in by_key], args.split)
+        tell(method, [out.groups[key][0] for key in task_of if key in out.groups], args.split)
     if nothing_new:
         print(f"{args.out}: all of this was played before; --overwrite plays it again")
 

@@ -252,7 +252,7 @@ def states_of(checkpoint: Path) -> Path:
 class Output:
     """A JSONL file made group by group, by one process or several; a group is a tree or a line.
 
-    key: what a group is about, the same for all of its lines. records: what need not be made again.
+    key: what a group is about, the same for all of its lines. groups: what need not be made again.
     alone: this process writes all of it, although it has others beside it.
     """
 
@@ -268,11 +268,15 @@ class Output:
         self.lock.enter_context(files.locked(self.part if n > 1 else path))
         self.recipe = claim(path, args, inputs)
         self.started = time.time()
-        self.records = self.read()
-        self.one_call = n == 1 and not self.records  # this call makes all of it
+        self.read()
+        self.one_call = n == 1 and not self.groups  # this call makes all of it
 
-    def read(self) -> list[dict]:
-        """All groups that are done, each once, whoever made them."""
+    @property
+    def records(self) -> list[dict]:
+        return list(itertools.chain(*self.groups.values()))
+
+    def read(self) -> None:
+        """All groups that are done, whoever made them, by their keys."""
         groups: dict[Any, list[dict]] = {}
         parts: dict[Any, list[dict]] = {}
         for part in sorted(parts_of(self.path).glob("*.jsonl")):
@@ -284,7 +288,7 @@ class Output:
         if self.path.exists():  # asked last, as parts are in it before they go
             for key, lines in itertools.groupby(files.read_jsonl(self.path), self.key):
                 groups[key] = list(lines)
-        return list(itertools.chain(*(groups | parts).values()))
+        self.groups = groups | parts
 
     def todo(self, keys: Iterable[Any]) -> list[Any]:
         """What is missing of this process's share: from the RANK-th on, every WORLD_SIZE-th."""
@@ -297,8 +301,7 @@ class Output:
 
     def missing(self, keys: Iterable[Any]) -> list[Any]:
         """Which of these groups are still to be made, by whichever process."""
-        done = set(map(self.key, self.records))
-        return [key for key in keys if key not in done]
+        return [key for key in keys if key not in self.groups]
 
     def grow(self, groups: Iterable[list[dict]], title: str, total: int) -> None:
         """Write groups as they come, each as one line of this process's part."""
@@ -316,12 +319,12 @@ class Output:
 
     def finish(self, plan: Sequence[Any], **figures: Any) -> None:
         """Give the output its name, once all that is planned is done, by whichever process."""
-        self.records = self.read()
-        place = {key: i for i, key in enumerate(plan)}
-        if missing := self.missing(place):
-            print(f"{self.path}: {len(missing)} of {len(place)} are left to other processes")
+        self.read()
+        if missing := self.missing(plan):
+            print(f"{self.path}: {len(missing)} of {len(plan)} are left to other processes")
         elif parts_of(self.path).exists() or not self.path.exists():
-            self.records.sort(key=lambda record: place.get(self.key(record), -1))
+            for key in plan:
+                self.groups[key] = self.groups.pop(key)  # in this order, behind older ones
             files.write_jsonl(self.path, self.records)
             seconds = time.time() - self.started if self.one_call else None
             write_meta(self.path, self.args, self.recipe, self.inputs, seconds=seconds, **figures)
