@@ -164,7 +164,7 @@ def train(model: Any, examples: list[Example], validation: list[Example], args: 
         loss = 0.0
         for group in trainer.share(micro_batches(batch, len, args.micro_tokens)):
             part = sft_loss(model, group) / n  # Eq. (5), per token
-            trainer.accelerator.backward(part)  # gradients accumulate
+            part.backward()  # gradients accumulate
             loss += part.item()
         loss = trainer.reduce(loss)
         for parameters in trainer.optimizer.param_groups:

@@ -221,7 +221,7 @@ def train(qnet: QNet, trees: list[Pairs], held_out: list[Pairs], args: argparse.
             else:  # the same, at a fraction of the cost
                 part = packed_loss(qnet, group, weight)
             part = part / n  # Eq. (11), per pair
-            trainer.accelerator.backward(part)  # gradients accumulate
+            part.backward()  # gradients accumulate
             loss += part.item()
         loss = trainer.reduce(loss)
         for parameters, rate in zip(trainer.optimizer.param_groups, trainer.rates, strict=True):

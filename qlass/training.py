@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import accelerate
 import torch
-from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from tqdm import tqdm
 
@@ -134,8 +134,6 @@ class Training:
             device_placement=False,
             log_with=args.log_with,
             project_dir=args.out.with_name(args.out.name + ".curves"),
-            # The shell's variables must not divide the gradients again.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
         self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, and no wrapper
         self.args, self.model, self.states = args, model, runs.states_of(args.out)

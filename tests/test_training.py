@@ -52,7 +52,7 @@ def fit(args: argparse.Namespace, scores: list[float | None], stop: int | None =
         if run.step == stop:
             raise Stopped
         loss = (model(data[update]) - 1).square().mean() * (float("nan") if run.step == spoil else 1)
-        run.accelerator.backward(loss)
+        loss.backward()
         total = run.reduce(loss.item())
         run.optimizer.param_groups[0]["lr"] = args.lr * cosine(run.step, run.starts[-1])
         run.optimizer.step()
