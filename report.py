@@ -53,7 +53,6 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out or run / "report.html"
     if out.suffix != ".html":
         raise UserError(f"{out}: the page is HTML: name it .html")
-    ranges = expected.read_ranges(args.expected) if args.expected else None
     warnings: list[str] = []
     groups = read_results(sources, warnings)
 
@@ -69,8 +68,8 @@ def main(argv: list[str] | None = None) -> None:
     with replacing(out) as file:
         file.write(page.render(sections, viewer, inputs))
     print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
-    if ranges is not None:
-        print("\n".join(expected.verdicts(groups, ranges)))
+    if args.expected:
+        print("\n".join(expected.verdicts(groups, expected.read_ranges(args.expected))))
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def sft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
 
 def train(model: Any, examples: list[Example], validation: list[Example], args: Any) -> dict:
     """Maximise the likelihood of what the expert wrote, given its history. Returns figures."""
-    trainer = Training(model, args, [1] * len(examples))
+    trainer = Training(model, args, [1] * len(examples), [(model, args.lr)])
     for update, last in trainer.updates():
         model.train()
         batch = [examples[i] for i in update]

@@ -125,19 +125,18 @@ class Training:
         model: nn.Module,
         args: Namespace,
         sizes: Sequence[int],
-        rates: list[tuple[nn.Module, float]] | None = None,
+        rates: list[tuple[nn.Module, float]],
     ) -> None:
-        """sizes[i]: what example i counts in a batch. rates: of the model's parts (args.lr)."""
-        _, dtype = models.device_and_dtype(args.device, args.precision)
+        """sizes[i]: what example i counts in a batch. rates: of the model's parts."""
         self.accelerator = accelerate.Accelerator(
-            mixed_precision="bf16" if dtype == torch.bfloat16 else "no",
+            mixed_precision="bf16" if args.precision == "bf16" else "no",
             device_placement=False,
             log_with=args.log_with,
             project_dir=args.out.with_name(args.out.name + ".curves"),
         )
         self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, and no wrapper
         self.args, self.model, self.states = args, model, runs.states_of(args.out)
-        self.optimizer: Any = models.adamw(rates or [(model, args.lr)], args.optim)
+        self.optimizer: Any = models.adamw(rates, args.optim)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]  # at their highest
         self.plan = [updates_of(sizes, args.batch, args.seed, e) for e in range(args.epochs)]
         self.starts = [0, *itertools.accumulate(map(len, self.plan))]  # updates before each epoch

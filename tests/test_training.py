@@ -46,7 +46,7 @@ def fit(args: argparse.Namespace, scores: list[float | None], stop: int | None =
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))  # dropout: the random state counts too
     data = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
-    run = Training(model, args, [1] * 10)
+    run = Training(model, args, [1] * 10, [(model, args.lr)])
     weights = []  # after each epoch
     for update, last in run.updates():
         if run.step == stop:
