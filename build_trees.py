@@ -312,7 +312,7 @@ def main(argv: list[str] | None = None) -> None:
     trees.read()
     records = trees.records
     counts = metrics(records) | published.failures(records, demonstrations or {})
-    grown = {*tasks, *(node["task_id"] for node in records)}  # more than --limit, if it was larger
+    grown = {*tasks, *trees.groups}  # more than --limit, if it was larger
     planned = [task for task in order if task in grown]
     trees.finish(planned, tasks=planned, **counts, tokens=tokens)
     tell(trees.path, counts)
