@@ -99,8 +99,8 @@ class Explorer:
     ) -> Generator[Sample, list[Candidate], Node]:
         """Algorithm 2. Returns the root.
 
-        demonstrations: tau_0 by task id or by first observation; the environment's expert plays
-        other tasks. None: no expert branch (lines 11 to 13).
+        demonstrations: tau_0 by task; the environment's expert plays other tasks. None: no expert
+        branch (lines 11 to 13).
         """
         observation, info = self.env.reset(options={"task_id": self.task_id})
         state = State.first(self.env, observation, info)
@@ -109,7 +109,7 @@ class Explorer:
         bound = self.max_rollouts if demonstrations is None else self.max_rollouts / 2
         yield from self.process_queue(queue, bound)  # lines 4-10
         if demonstrations is not None:
-            tau = demonstrations.get(self.task_id) or demonstrations.get(observation.strip())
+            tau = demonstrations.get(self.task_id)
             branch = self.replay(root, tau.actions if tau else None)  # line 11
             # In front of the queue: at its end, the bound would never let them come up.
             queue.extendleft(reversed(branch))  # line 12

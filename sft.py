@@ -74,11 +74,11 @@ def hold_out(expert: list[Demonstration]) -> tuple[list[Demonstration], list[Dem
 
     At least 16 tasks are held out; of fewer than 64, none.
     """
-    tasks = list(dict.fromkeys(demonstration.opening for demonstration in expert))
+    tasks = list(dict.fromkeys(demonstration.observation for demonstration in expert))
     n = max(16, len(tasks) // 20) if len(tasks) >= 64 else 0
     held_out = {tasks[i * len(tasks) // n] for i in range(n)}
-    learned = [demonstration for demonstration in expert if demonstration.opening not in held_out]
-    return learned, [demonstration for demonstration in expert if demonstration.opening in held_out]
+    learned = [tau for tau in expert if tau.observation not in held_out]
+    return learned, [tau for tau in expert if tau.observation in held_out]
 
 
 @dataclasses.dataclass

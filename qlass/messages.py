@@ -46,10 +46,8 @@ class State:
         return State((*system, *agreed, ("user", observation)), info["task"])
 
     @staticmethod
-    def load(messages: Any, task: str = "") -> State:
+    def load(messages: list[dict], task: str = "") -> State:
         """Of JSON. UserError unless user and assistant take turns, perhaps after a system."""
-        if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
-            raise UserError("messages are no list of objects with role and content")
         turns, roles = [], itertools.cycle(("user", "assistant"))
         for number, turn in enumerate(messages, 1):
             role = "system" if number == 1 and turn.get("role") == "system" else next(roles)

@@ -6,13 +6,9 @@ Lines, perhaps with a `system` text; ours are `messages`. data/README.md shows a
 
 from __future__ import annotations
 
-import argparse
-import codecs
-import functools
 import itertools
 import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +19,8 @@ from qlass.messages import State, without_thinking
 from qlass.runs import input_of, meta_of, same_world
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
-TURN = {"role", "content", "from", "value"}  # fields of a turn
-CALLS = ("tool_calls", "function_call")  # fields of a turn that acts, but not by its text
-RECORD = {"messages", "conversations", "system", "task_id", "id", "game_file", "task"}
-RECORD |= {"reward", "env", "source"}  # fields of a trajectory that are read
-LAYOUT = "(data/README.md shows the layout)"
-AGREEMENT = r"\W*(ok|okay|sure|yes|understood|i understand|i will|got it|certainly|all ?right)\b"
+FIRST = {"system": "system", "instruction": "user", "agreement": "assistant"}  # whose first text
+AGREES = r"(?i)\W*(ok(ay)?|sure|yes|understood|i (understand|will)|got it|certainly|all ?right)\b"
 
 
 @dataclass(frozen=True)
@@ -40,118 +32,73 @@ class Demonstration:
     reward: float | None = None
     source: str = "expert"  # "policy": self-training has added a trajectory of the agent's
 
-    @property
-    def opening(self) -> tuple[tuple[str, str], ...]:
-        """Instruction, OK and first observation, after a system message if there is one."""
-        return self.state.messages[: 4 if self.state.messages[0][0] == "system" else 3]
+    def texts(self, speaker: str) -> list[str]:
+        return [text for role, text in self.state.messages if role == speaker]
 
     @property
     def agreed(self) -> int:
-        """1 if the agent's first words agree to the instruction; else they are an action: 0.
-
-        ETO has "OK" there, AgentGym a longer sentence, and the first observation follows.
-        """
-        messages = self.state.messages
-        first, *later = [text for role, text in messages if role == "assistant"] or [""]
-        if re.search("Thought:|Action:", first) or [role for role, _ in messages].count("user") < 2:
+        """1 if the agent's first words, "OK" or AgentGym's sentence, are no action yet; else 0."""
+        first, *later = self.texts("assistant") or [""]
+        if re.search("Thought:|Action:", first) or len(self.texts("user")) < 2:
             return 0
-        return int(
-            bool(re.match(AGREEMENT, first, re.IGNORECASE))
-            or any("Action:" in text for text in later)
-        )
+        return int(bool(re.match(AGREES, first)) or any("Action:" in text for text in later))
 
     @property
     def actions(self) -> list[str]:
         """What the agent wrote after it agreed."""
-        return [text for role, text in self.state.messages if role == "assistant"][self.agreed :]
+        return self.texts("assistant")[self.agreed :]
 
     @property
     def observation(self) -> str:
         """The first one."""
-        users = [text for role, text in self.state.messages if role == "user"]
-        return users[self.agreed].strip()
-
-
-# ----------------------------------------------------------------------------------------- reading
+        return self.texts("user")[self.agreed].strip()
 
 
 def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     """The first `most` demonstrations of a file. UserError names FILE:LINE of a bad one."""
     expert = []
-    for where, record in itertools.islice(records(path), most):
+    for where, record in itertools.islice(records_of(path), most):
         try:
             expert.append(demonstration(record, env))
         except UserError as error:
-            raise UserError(f"{where}: no demonstration: {error} {LAYOUT}") from None
-        turns = record.get("messages") or record["conversations"]
-        for name in sorted(set(record).union(*turns) - RECORD - TURN):
-            note(f"{path}: not used: {name}")
-    if failed := len([demonstration for demonstration in expert if demonstration.reward == 0]):
-        note(f"{path}: {failed} of {len(expert)} demonstrations earned nothing")
+            raise UserError(f"{where}: no demonstration: {error} (see data/README.md)") from None
+    if not expert:
+        raise UserError(f"{path}: holds no demonstration")
+    if failed := len([tau for tau in expert if tau.reward == 0]):
+        warn(f"{path}: {failed} of {len(expert)} demonstrations earned nothing")
     return expert
-
-
-def records(path: Path) -> Iterator[tuple[str, dict]]:
-    """`records_of` a file of demonstrations. UserError for a table and for an empty file."""
-    with open(path, "rb") as file:
-        begin = file.read(1000).removeprefix(codecs.BOM_UTF8).lstrip()
-    if begin[:1] not in (b"[", b"{", b""):
-        way_out = "of a table, pandas' to_json(orient='records', lines=True) writes it"
-        raise UserError(f"{path}: neither JSON nor JSON Lines in UTF-8: {way_out}")
-    empty = True
-    for line in records_of(path):
-        yield line
-        empty = False
-    if empty:
-        raise UserError(f"{path}: holds no demonstration {LAYOUT}")
 
 
 def demonstration(record: dict, env: Any) -> Demonstration:
     """UserError for a record that can't be cloned and replayed."""
     if record.get("messages") and record.get("conversations"):
         raise UserError("it has messages and conversations: leave one")
-    for name, kind in (("system", str), ("task", str), ("reward", (int, float))):
-        if not isinstance(record.get(name), (kind, type(None))):  # type: ignore[arg-type]
-            raise UserError(f"{name} can't be {record[name]!r:.40}")
+    if not isinstance(record.get("reward"), (int, float, type(None))):
+        raise UserError(f"reward can't be {record['reward']!r:.40}")
     turns = record.get("messages") or record.get("conversations") or []
-    messages = list(map(message, turns)) if isinstance(turns, list) else turns
-    if system := record.get("system"):
-        if messages[:1] == [{"role": "system", "content": system}]:
-            messages = messages[1:]
-        messages = [{"role": "system", "content": system}, *messages]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise UserError("messages are no list of objects with role and content")
+    system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    messages = list(map(message, turns))
+    messages = messages if messages[:1] == system else system + messages
     state = State.load(messages, record.get("task") or "")
     words = tuple((role, env.in_own_words(text)) for role, text in state.messages)
     task_id = record.get("task_id")
-    read = Demonstration(
-        env.published_id(record) if task_id is None else str(task_id),
-        State(words, state.task),
-        record.get("reward"),
-        record.get("source", "expert"),
-    )
-    if not (texts := read.actions):
-        raise UserError("the assistant does nothing")
-    if silent := [text for text in texts if not without_thinking(text).strip()]:
-        raise UserError(f"the assistant writes {silent[0]!r:.40}, which is no action")
+    task_id = env.published_id(record) if task_id is None else str(task_id)
+    fields = {name: record[name] for name in ("reward", "source") if name in record}
+    read = Demonstration(task_id, State(words, state.task), **fields)
+    for text in read.actions or [""]:
+        if not without_thinking(text).strip():
+            raise UserError(f"the assistant writes {text!r:.40}, which is no action")
     return read
 
 
-def message(turn: Any) -> Any:
-    """A turn as {"role", "content"}; what is no turn, as it is."""
-    if not isinstance(turn, dict):
-        return turn
-    if any(map(turn.get, CALLS)):
+def message(turn: dict) -> dict:
+    """A turn as {"role", "content"}."""
+    if turn.get("tool_calls") or turn.get("function_call"):
         raise UserError("a turn acts by a tool call: write the action into its content, as text")
     role = turn.get("role") or turn.get("from")
     return {"role": ROLES.get(str(role), role), "content": turn.get("content", turn.get("value"))}
-
-
-@functools.cache
-def note(text: str) -> None:
-    """Say it once."""
-    print(f"note: {text}", file=sys.stderr)
-
-
-# -------------------------------------------------------------------------- what stages ask of them
 
 
 def first_messages(env: Any, expert: list[Demonstration]) -> dict[str, str]:
@@ -159,45 +106,92 @@ def first_messages(env: Any, expert: list[Demonstration]) -> dict[str, str]:
 
     Warns of demonstrations whose first messages a prompt will not have.
     """
-    own = {"system": env.system, "instruction": env.instruction, "agreement": env.agreement}
-    complete = [demonstration.opening[:-1] for demonstration in expert if demonstration.agreed]
-    if others := len(expert) - len(complete):
+    agreed = [tau for tau in expert if tau.agreed]
+    if others := len(expert) - len(agreed):
         lack = "begin without an instruction and the agent's OK, which a prompt has at inference"
         warn(f"{others} of {len(expert)} demonstrations {lack}")
-    fronts = [["", *texts][-3:] for texts in ([text for _, text in front] for front in complete)]
     shared = {}
-    for name, column in zip(own, zip(*fronts, strict=True), strict=False):
-        if len(set(column)) > 1:
+    for name, role in FIRST.items():
+        texts = {(tau.texts(role) or [""])[0] for tau in agreed}
+        if len(texts) > 1:
             warn(f"their first {name} differs, so a prompt has the environment's own")
-        elif column[0] != own[name]:
-            shared[name] = column[0]
+        elif texts - {getattr(env, name)}:
+            shared[name] = texts.pop()
     return shared
 
 
-def learned_tasks(
-    tasks: Iterable[str | None], base: str | Path, args: argparse.Namespace
-) -> list[str] | None:
+def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
+    """The demonstrations that a checkpoint, or the one it was trained from, was cloned from: their
+    file (None: there is none), and how many of them were given (None: all)."""
+    if start := input_of(checkpoint, "sft"):
+        return cloned_from(start)
+    return input_of(checkpoint, "expert"), meta_of(checkpoint)["recipe"].get("n_expert")
+
+
+def by_task(expert: list[Demonstration], env: Any) -> dict[str, Demonstration]:
+    """The best demonstration of each task, of equals the first, by the task's id or, without one,
+    by its first observation if no other task begins with that."""
+    groups: dict[str, list[Demonstration]] = {}
+    for tau in expert:
+        if tau.source != "policy":
+            groups.setdefault(tau.task_id or tau.observation, []).append(tau)
+    if not env.unique_tasks:
+        groups = {key: taus for key, taus in groups.items() if len(taus) == 1 or taus[0].task_id}
+    return {key: max(taus, key=lambda tau: tau.reward or 0) for key, taus in groups.items()}
+
+
+def demonstrations_for(env: Any, tasks: list[str], args: Any) -> dict[str, Demonstration] | None:
+    """By task, of --expert, else of what the agent was cloned from: then `args` name it.
+
+    The environment's expert plays other tasks. None: --no-expert, so that nobody does.
+    """
+    if args.no_expert:
+        return None
+    named = args.expert
+    args.expert, most = (named, None) if named else cloned_from(args.sft)
+    best = by_task(read(args.expert, env, most), env) if args.expert else {}
+    if named or best.keys() - set(env.task_ids("train")):
+        for task in tasks:
+            if task not in best:
+                begin = env.reset(options={"task_id": task})[0].strip()
+                best |= {task: best[begin]} if begin in best else {}
+        matches = len(best.keys() & set(tasks))
+        facts = f"{args.expert}: demonstrations of {matches} of {len(tasks)} tasks"
+        if named and not matches:
+            raise UserError(f"{facts}: --no-expert does without")
+        print(f"{facts}; the environment's expert plays others")
+    return best
+
+
+def failures(records: list[dict], demonstrations: dict[str, Demonstration]) -> dict[str, int]:
+    """How many demonstrations trees hold, and how many earned 0, or not what is recorded."""
+    ends = {n["task_id"]: n["reward"] for n in records if n["expert"]}  # the last node counts
+    recorded = {task: tau.reward for task, tau in demonstrations.items() if tau.reward is not None}
+    failed = [t for t, r in ends.items() if r == 0 or abs(recorded.get(t, r) - r) > 1e-3]
+    return {"demonstrations": len(ends), "failed_demonstrations": len(failed)}
+
+
+def learned_tasks(tasks: Iterable, base: str | Path, args: Any) -> list[str] | None:
     """The tasks of a training and those that its start has learned from, for the metadata.
 
-    base: a checkpoint, or a published model, which has learned from none of them. None: not known,
-    since a record or a checkpoint does not tell its tasks.
+    base: a checkpoint, or a published model, which has learned from none. None: a record or a
+    checkpoint does not tell its tasks.
     """
-    ids: set[str | None] = set(tasks)
     meta = meta_of(Path(base).absolute())
+    ids = set(tasks)
     if meta["recipe"].get("env") == args.env:  # else its ids mean other tasks
         same = same_world(meta["recipe"], vars(args))
         ids.update((same and meta.get("tasks")) or [None])
     return None if None in ids else sorted(map(str, ids))
 
 
-def leaks(env: Any, records: list[dict], args: argparse.Namespace) -> dict[str, int | None]:
+def leaks(env: Any, records: list[dict], args: Any) -> dict[str, int | None]:
     """How many of the played tasks --sft and --qnet learned from (None: not known); warns of any.
 
-    Results count for which the agent wrote, or QNet read, tokens. A task with the subject (a
-    product) of a learned one counts too. A published split may overlap (WebShop's do, in 21 tasks),
-    so this is no refusal.
+    Results count that have tokens of the model. A task with the subject (a product) of a learned
+    one counts too. Published splits overlap (WebShop's in 21 tasks), so this is no refusal.
     """
-    counts: dict[str, int | None] = {}
+    counts = {}
     sources = ("demonstrations", args.sft, "generated"), ("trees", args.qnet, "scored")
     for source, checkpoint, cost in sources:
         played = {record["task_id"] for record in records if record["tokens"].get(cost)}
@@ -207,73 +201,6 @@ def leaks(env: Any, records: list[dict], args: argparse.Namespace) -> dict[str, 
         n = len([task_id for task_id in played if env.subject(task_id) in subjects])
         counts[source] = None if played and learned is None else n
         if counts[source] != 0:
-            number = "it is not known how many" if counts[source] is None else n
+            number = counts[source] or "it is not known how many"
             warn(f"{number} of {len(played)} tasks played are also in the {source} of {checkpoint}")
     return counts
-
-
-def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
-    """The demonstrations that a checkpoint, or the one it was trained from, was cloned from.
-
-    Their file (None: there is none), and how many of them were given (None: all).
-    """
-    checkpoint = checkpoint.absolute()
-    if start := input_of(checkpoint, "sft"):
-        return cloned_from(start)
-    return input_of(checkpoint, "expert"), meta_of(checkpoint)["recipe"].get("n_expert")
-
-
-def by_task(expert: list[Demonstration], env: Any) -> dict[str, Demonstration]:
-    """The best demonstration of each task, of equals the first, by the task's id or, without one,
-    by its first observation if no other task begins with that."""
-    best: dict[str, Demonstration] = {}
-    twins = set()
-    for demonstration in expert:
-        if demonstration.source == "policy":
-            continue
-        key = demonstration.task_id or demonstration.observation
-        if key in best and demonstration.task_id is None and not env.unique_tasks:
-            twins.add(key)
-        if key not in best or (demonstration.reward or 0) > (best[key].reward or 0):
-            best[key] = demonstration
-    return {key: demonstration for key, demonstration in best.items() if key not in twins}
-
-
-def demonstrations_for(
-    env: Any, tasks: list[str], args: argparse.Namespace
-) -> dict[str, Demonstration] | None:
-    """`by_task` of --expert, else of what the agent was cloned from: then `args` name it.
-
-    The environment's expert plays other tasks. None: --no-expert, so that nobody does. UserError if
-    a file that was named is about none of the tasks.
-    """
-    if args.no_expert:
-        return None
-    named, most = args.expert, None
-    if named is None:
-        args.expert, most = cloned_from(args.sft)
-    if args.expert is None:
-        return {}
-    best = by_task(read(args.expert, env, most), env)
-    if named or not best.keys() & set(env.task_ids("train")):
-        others = [task for task in tasks if task not in best]
-        begins = [env.reset(options={"task_id": task})[0].strip() for task in others]
-        matches = len(tasks) - len([begin for begin in begins if begin not in best])
-        if named and not matches:
-            mistake = f"none of its {len(best)} demonstrations is of a task here"
-            raise UserError(f"{named}: {mistake}: --no-expert does without")
-        facts = f"demonstrations of {matches} of {len(tasks)} tasks"
-        print(f"{args.expert}: {facts}; the environment's expert plays others")
-    return best
-
-
-def failures(records: list[dict], demonstrations: dict[str, Demonstration]) -> dict[str, int]:
-    """How many demonstrations trees hold, and how many earned 0, or not what is recorded."""
-    begins = {n["task_id"]: n["observation"].strip() for n in records if n["parent_id"] is None}
-    ends = {n["task_id"]: n["reward"] for n in records if n["expert"]}  # the last node counts
-    failed = 0
-    for task_id, reward in ends.items():
-        tau = demonstrations.get(task_id) or demonstrations.get(begins[task_id])
-        recorded = reward if tau is None or tau.reward is None else tau.reward
-        failed += reward == 0 or abs(recorded - reward) > 1e-3
-    return {"demonstrations": len(ends), "failed_demonstrations": failed}

@@ -91,10 +91,9 @@ def test_under_a_bound_the_experts_nodes_come_before_what_the_first_pass_left():
     assert [ask for ask in asked[5:] if ask[1] == NEW] == [((), NEW), (R, NEW)]
 
 
-@pytest.mark.parametrize("key", ["train0", "you stand at start"])
-def test_the_expert_branch_is_the_demonstration_where_there_is_one(key):
+def test_the_expert_branch_is_the_demonstration_where_there_is_one():
     mine = ["Thought: mine, not Action: right\nAction: left", "<think>Action: left</think>\nright", "Action: left"]
-    expert = {key: shown(*mine), "other": shown("Action: right")}
+    expert = {"train0": shown(*mine), "other": shown("Action: right")}
     _, _, root, _ = grow({(): "right", R: "left"}, 0, 1, 0, expert=expert)
     assert [path_of(n.state) for n in root.subtree() if n.expert] == [L, LR, (*LR, "left")]
     assert root.children["left"].action == mine[0]
@@ -150,8 +149,7 @@ def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_
 
     demonstrated = records("Action: east", "Action: right", "Action: east")
     assert [node["action"] for node in demonstrated if node["expert"]] == ["Action: right"] * 3
-    start = "you stand at start"
-    recorded = [({}, 0), ({"train0": 1.0}, 0), ({"train0": 0.5}, 1), ({start: 0.5}, 1), ({"another": 0.5}, 0)]
+    recorded = [({}, 0), ({"train0": 1.0}, 0), ({"train0": 0.5}, 1), ({"another": 0.5}, 0)]
     for rewards, failed in recorded:
         demonstrations = {key: shown("Action: right", reward=reward) for key, reward in rewards.items()}
         assert published.failures(demonstrated, demonstrations)["failed_demonstrations"] == failed
@@ -271,12 +269,19 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_lowest_ste
         assert max(r["depth"] for r in records) == lowest and {r["source"] for r in records} == {"root", "policy"}
 
 
-def test_demonstrations_of_no_task_here_are_an_error_if_their_file_was_named(build, tmp_path, capsys):
+def test_demonstrations_are_of_a_task_by_its_id_or_its_words_and_of_none_are_an_error(build, tmp_path, capsys):
     expert = tmp_path / "expert.jsonl"
-    for task_id in ("test1", None, "train3"):
-        expert.write_text(dump([line("Action: right", begin="you stand", task_id=task_id)]))
-        if task_id != "train3":
-            with pytest.raises(UserError, match="none of its 1 demonstrations is of a task here"):
+    for place, task_id, matches in (
+        ("start", "test1", 0),
+        ("hall", None, 0),
+        ("hall", "train3", 1),
+        ("start", None, 4),
+    ):
+        expert.write_text(dump([line("Action: right", begin=f"you stand at {place}", task_id=task_id)]))
+        if matches:
+            trees = build("--expert", str(expert), out=f"{matches}.jsonl")
+            assert f"demonstrations of {matches} of 4 tasks" in capsys.readouterr().out
+            assert (trees.count(b'"expert": true') == 4) == (matches == 4)  # a step each, else the expert's
+        else:
+            with pytest.raises(UserError, match="demonstrations of 0 of 4 tasks: --no-expert does without"):
                 build("--expert", str(expert))
-    build("--expert", str(expert))
-    assert "demonstrations of 1 of 4 tasks" in capsys.readouterr().out
