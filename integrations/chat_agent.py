@@ -13,12 +13,12 @@ cut, is played, and counted at the end.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -34,7 +34,7 @@ from qlass import UserError, files, results
 from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, any_of
 from qlass.flags import Parser, at_least
-from qlass.messages import State, react, uniforms
+from qlass.messages import State, uniforms
 from qlass.results import Episode, describe
 from qlass.runs import parse, run_stage
 from qlass.server import Server
@@ -50,14 +50,10 @@ REMARK = re.compile(r"\.(?=\s|$).*|\s(\(|[-–—]\s).*")  # behind an action th
 
 def in_react_style(text: str, stop: Sequence[str], instruction: str) -> str:
     """An answer as the instruction asks for it: "Thought: ...\nAction: ...", the action in one line, its verb in the
-    instruction's case. Thoughts between marks, markdown, JSON, and what follows the action are gone.
+    instruction's case. Thoughts between marks, markdown, and what follows the action are gone.
     """
     text = any_of(stop).split(MARK.split(THOUGHT_END.split(text)[-1])[0])[0]
     text = re.sub(r"```(\w*\n)?", "", text).strip()
-    with contextlib.suppress(AttributeError, KeyError, ValueError):
-        fields = {name.lower(): value for name, value in json.loads(text).items()}
-        action, thought = fields.pop("action"), str(fields.pop("thought", None) or "")
-        text = text if fields else react(thought, str(action))
     labels = list(LABEL.finditer(text)) or list(INLINE.finditer(text))
     if not labels and "\n" in text:
         return text
@@ -77,23 +73,25 @@ class Answer(Candidate):
     kept: int = 0  # tokens written that later prompts have, by their part of the letters
 
 
-class ChatAgent:
-    """pi(a | s) of a chat model. It asks each question once, whatever stops it in between."""
+class ChatAgent(q_search.Player):
+    """pi(a | s) of a chat model, and its episodes. It asks each question once, whatever stops it in between."""
 
     def __init__(self, server: Server, env: envs.TextEnv, answers: Path, args: argparse.Namespace) -> None:
         """answers: the file of them, whose lock the caller holds."""
+        super().__init__(self)  # its own rendering stands for a tokenizer's
         self.server, self.env, self.args, self.answers = server, env.fork(), args, answers
-        self.instruction = env.instruction
         self.rendering = Rendering(temperature=args.temperature, max_new_tokens=args.max_new_tokens)
-        self.front = 3 if env.system else 2  # messages before the first observation
-        self.examples = functools.cache(self._examples)
+        self.instruction, self.front = env.instruction, 3 if env.system else 2  # messages before the first observation
+        self.examples, self.lock = functools.cache(self._examples), threading.Lock()
         if args.overwrite:
             files.discard(answers)
         answers.touch()
         os.truncate(answers, answers.read_bytes().rfind(b"\n") + 1)  # what a stop cut
         self.known = {record["request"]: record for record in files.read_jsonl(answers)}
-        self.lock, self.left = threading.Lock(), threading.Semaphore(args.max_requests or 1 << 60)
         self.silent: set[str] = set()  # requests whose answers were cut, or have no action
+
+    def outcome(self, method: q_search.Method, best: Episode, episodes: list[Episode]) -> dict:
+        return describe(best, episodes, {"tokens": tokens_of(episodes)})
 
     def sample(self, requests: list[Sample]) -> list[list[Answer]]:
         jobs = []
@@ -122,24 +120,19 @@ class ChatAgent:
         question = repr((self.server.model, messages, settings, key))
         name = hashlib.blake2b(question.encode(), digest_size=16).hexdigest()
         if name not in self.known:
-            if not self.left.acquire(blocking=False):
-                raise UserError(f"--max-requests {self.args.max_requests} are spent: the same command continues")
             text, cut, usage, _ = self.server.chat(messages, **settings)
             if not usage["prompt_tokens"]:
                 raise UserError(f"{self.server.name}: its answers do not tell their usage of tokens")
             self.known[name] = {"request": name, "text": text, "usage": usage, "cut": cut}
             with self.lock, open(self.answers, "a", encoding="utf-8") as file:
                 file.write(files.dumps(self.known[name]))
-        return self.read(**self.known[name])
-
-    def read(self, request: str, text: str, usage: dict, cut: bool = False) -> Answer:
+        text, usage = self.known[name]["text"], self.known[name]["usage"]
         action = in_react_style(text, self.rendering.stop, self.instruction)
-        if cut or not action:
-            self.silent.add(request)
+        if self.known[name]["cut"] or not action:
+            self.silent.add(name)
         hidden = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
-        tokens, part = usage["completion_tokens"], min(len(action) / max(len(text), 1), 1)
-        kept = round((tokens - hidden) * part)
-        return Answer(action, tokens, float("nan"), (), usage["prompt_tokens"], kept)
+        kept = round((usage["completion_tokens"] - hidden) * min(len(action) / max(len(text), 1), 1))
+        return Answer(action, usage["completion_tokens"], math.nan, (), usage["prompt_tokens"], kept)
 
 
 def tokens_of(episodes: Sequence[Episode]) -> dict[str, int]:
@@ -148,25 +141,17 @@ def tokens_of(episodes: Sequence[Episode]) -> dict[str, int]:
     UserError if a prompt is no longer than the one before it: the server cuts them.
     """
     read: dict[State, int] = {}
-    generated = 0
     for steps in episodes:
-        prompt = cached = 0
+        last = Answer("", 0, math.nan)
         for step in steps:
             (answer,) = step.drawn
-            if answer.prompt <= prompt:
-                problem = f"reads {answer.prompt} tokens of a prompt, and {prompt} of the shorter one before"
+            if answer.prompt <= last.prompt:
+                problem = f"reads {answer.prompt} tokens of a prompt, and {last.prompt} of the shorter one before"
                 raise UserError(f"--server: it {problem}: it needs a longer context")
-            read[step.state] = max(answer.prompt - cached, 0)
-            generated += answer.tokens
-            prompt, cached = answer.prompt, answer.prompt + answer.kept
+            read[step.state] = max(answer.prompt - last.prompt - last.kept, 0)
+            last = answer
+    generated = sum(step.drawn[0].tokens for steps in episodes for step in steps)
     return {"prompt": sum(read.values()), "generated": generated, "scored": 0}
-
-
-class ChatPlayer(q_search.Player):
-    """Plays tasks with a ChatAgent, whose tokens the server counts."""
-
-    def outcome(self, method: q_search.Method, best: Episode, episodes: list[Episode]) -> dict:
-        return describe(best, episodes, {"tokens": tokens_of(episodes)})
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -183,8 +168,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--max-steps", type=at_least(1), metavar="N", help="default: the environment's")
     text = "more fields of a request; null leaves one out, such as temperature, max_tokens, seed, stop"
     add("--body", type=json.loads, default={}, metavar="JSON", help=text)
-    free("--max-requests", type=at_least(1), metavar="N", help="end after so many; resume to go on (no limit)")
-    free("--timeout", type=at_least(1, float), default=120, metavar="S", help="seconds for an answer (120)")
     free("--in-flight", type=at_least(1), metavar="N", help="episodes side by side (8; sciworld: 4; own: 1)")
     add("--out", type=Path, help="default: RUN/results_MODEL.jsonl; its lines are not played again")
     add("--label", help="a variant's name, kept in each line")
@@ -195,7 +178,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env, tasks = q_search.environment(args)
-    server = Server(args.server, timeout=args.timeout)
+    server = Server(args.server)
     model = re.sub(r"[^\w.-]+", "-", server.model.rpartition("/")[2])
     args.model = server.model
     args.sft = args.qnet = Path(server.model)  # the agent is that model, whatever the run folder has
@@ -205,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     plan = [Variant("chat", N=n, select="oracle" if n > 1 else None, player=model) for n in args.N]
     with files.locked(answers):
         agent = ChatAgent(server, env, answers, args)
-        results.play(args, env, tasks, plan, ChatPlayer(agent).play, {Sample: agent.sample})
+        results.play(args, env, tasks, plan, agent.play, {Sample: agent.sample})
     if agent.silent:
         problem = f"{len(agent.silent)} answers were cut by --max-new-tokens, or are only a thought"
         print(f"warning: {args.server}: {problem}", file=sys.stderr)

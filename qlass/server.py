@@ -35,7 +35,7 @@ class Reply(NamedTuple):
 class Server:
     """The model at http://HOST:PORT/v1, with #MODEL if there are several; $OPENAI_API_KEY."""
 
-    def __init__(self, url: str, flag: str = "--server", timeout: float = 600.0) -> None:
+    def __init__(self, url: str, flag: str = "--server") -> None:
         import openai
 
         address, _, self.model = url.partition("#")
@@ -44,7 +44,7 @@ class Server:
         local = urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")  # without a proxy
         http = openai.DefaultHttpxClient(trust_env=not local, event_hooks={"request": [self._warn]})
         key = os.environ.get("OPENAI_API_KEY") or "none"
-        options: dict = {"max_retries": TRIES, "timeout": openai.Timeout(timeout, connect=5.0)}
+        options: dict = {"max_retries": TRIES, "timeout": openai.Timeout(600.0, connect=5.0)}
         self.client = openai.OpenAI(base_url=address, api_key=key, http_client=http, **options)
         if not self.model:  # a base model may be listed before the adapter that is meant
             names = self.ask("/models", lambda reply: [str(m["id"]) for m in reply["data"] or []])
