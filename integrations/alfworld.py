@@ -16,13 +16,11 @@ import numpy as np
 from data import make_alfworld
 from environments import writable
 from environments.alfworld import games
-from integrations import left_out
 from qlass import UserError
 
 PATHS = {"train": "data", "eval_in_distribution": "eval_id_data", "eval_out_of_distribution": "eval_ood_data"}
 TASK_TYPES = {1: "pick_and_place_simple", 2: "look_at_obj_in_light", 3: "pick_clean_then_place_in_recep"}
 TASK_TYPES |= {4: "pick_heat_then_place_in_recep", 5: "pick_cool_then_place_in_recep", 6: "pick_two_obj_and_place"}
-__getattr__ = left_out
 
 
 class AlfredTWEnv:
@@ -31,8 +29,6 @@ class AlfredTWEnv:
     config: alfworld's base_config.yaml as a dictionary. Without the variable ALFWORLD_DATA, a path that names it leads
     to the bundled generator's games.
     """
-
-    __getattr__ = left_out
 
     def __init__(self, config: dict[str, Any], train_eval: str = "train") -> None:
         if train_eval == "train" and config["env"].get("domain_randomization"):
@@ -44,8 +40,12 @@ class AlfredTWEnv:
             root = root.replace("$ALFWORLD_DATA", str(make_alfworld.ensure(0, writable(make_alfworld.GENERATED))))
         for folder, _, files in os.walk(os.path.expandvars(root), topdown=False):  # the original's order
             task, path = Path(folder).parent.name, os.path.join(folder, "game.tw-pddl")
-            if "game.tw-pddl" in files and "movable" not in task and "Sliced" not in task:
-                self.game_files += [path] if task.split("-")[0] in wanted and is_solvable(path) else []
+            if "game.tw-pddl" not in files or "movable" in task or "Sliced" in task or task.split("-")[0] not in wanted:
+                continue
+            if (problem := games.problem(path)) is None:
+                self.game_files.append(path)
+            elif problem != games.UNSOLVABLE:
+                raise UserError(f"alfworld: {path} {problem}")
         if not self.game_files:
             raise UserError(f"alfworld: {os.path.expandvars(root)}: no games of the types {', '.join(wanted)}")
         limit = settings["num_train_games" if train_eval == "train" else "num_eval_games"]
@@ -55,13 +55,6 @@ class AlfredTWEnv:
     def init_env(self, batch_size: int) -> BatchEnv:
         section = {"dqn": "rl", "dagger": "dagger"}[self.config["general"]["training_method"]]
         return BatchEnv(self.game_files, batch_size, self.config[section]["training"]["max_nb_steps_per_episode"])
-
-
-def is_solvable(path: str) -> bool:
-    problem = games.problem(path)
-    if problem not in (None, games.UNSOLVABLE):
-        raise UserError(f"alfworld: {path} {problem}")
-    return problem is None
 
 
 def shuffled(game_files: Sequence[str], seed: int | None) -> Iterator[str]:
@@ -74,8 +67,6 @@ def shuffled(game_files: Sequence[str], seed: int | None) -> Iterator[str]:
 
 class BatchEnv:
     """Games side by side; what it returns has an entry for each of them. max_steps: 0 for no limit."""
-
-    __getattr__ = left_out
 
     def __init__(self, game_files: Sequence[str], batch_size: int, max_steps: int) -> None:
         self.gamefiles, self.batch_size, self.max_steps = game_files, batch_size, max_steps
@@ -119,4 +110,6 @@ class BatchEnv:
 
 
 def get_environment(env_type: str) -> type:
-    return AlfredTWEnv if env_type == "AlfredTWEnv" else __getattr__(env_type)
+    if env_type != "AlfredTWEnv":
+        raise UserError(f"alfworld: {env_type} is not supported: choose AlfredTWEnv")
+    return AlfredTWEnv

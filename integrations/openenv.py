@@ -4,21 +4,13 @@ docs/verifiers.toml.
     python -m integrations.openenv --env alfworld --port 8000
 """
 
-import sys
 import threading
 import uuid
 from collections import ChainMap
 from typing import Any
 
-try:
-    import uvicorn
-    from openenv.core.env_server import Action, Environment, Observation, State, create_app
-    from pydantic import Field
-except ModuleNotFoundError as error:
-    if __name__ == "__main__":
-        print(f"error: {error}: pip install -r requirements-integrations.txt", file=sys.stderr)
-        sys.exit(2)
-    raise
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
 import envs
 from environments.guard import task_of
@@ -32,12 +24,12 @@ HELD = 1000  # snapshots per session
 
 
 class TextAction(Action):
-    action: str = Field(description="The action alone, or behind the word Action: in a text.")
+    action: str  # alone, or behind the word Action: in a text
 
 
 class TextObservation(Observation):
     text: str
-    instruction: str = Field(default="", description="How to act; with an episode's first text.")
+    instruction: str = ""  # how to act; with an episode's first text
 
 
 class Session(Environment):

@@ -12,7 +12,6 @@ import json
 import random
 import string
 from collections import Counter
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,8 @@ from data import make_webshop
 from environments import writable
 from environments.webshop import engine
 from environments.webshop.store import Lazy
-from integrations import left_out
 from qlass import UserError
 
-__getattr__ = left_out
 ONLY = {"observation_mode": "text", "filter_goals": None, "limit_goals": -1, "show_attrs": False, "get_image": 0}
 ONLY |= {"num_prev_obs": 0, "num_prev_actions": 0}
 KINDS = {"start": "", "results": "search_results", "item": "item_page", "done": "done"}  # of a URL
@@ -35,8 +32,7 @@ PARTS = {"description": "Description", "features": "Features", "reviews": "Revie
 class SimServer:
     """A shop, its goals, and a dictionary per session. Its random numbers are its own."""
 
-    __getattr__ = left_out
-    base_url, show_attrs = "http://127.0.0.1:3000", False
+    base_url = "http://127.0.0.1:3000"
     assigned_instruction_text = property(lambda self: None)  # can't be assigned
 
     def __init__(
@@ -54,7 +50,6 @@ class SimServer:
         self.rng = random.Random(233)
         self.rng.shuffle([*goals])  # the original's generator has shuffled them before it draws one
         self.user_sessions: dict[str, dict[str, Any]] = {}
-        self.numbers: dict[str, int] = {}  # session -> number of its goal
 
     def draw(self) -> int:
         """The original's draw by weight, which never takes the first goal."""
@@ -65,9 +60,6 @@ class SimServer:
 class WebAgentTextEnv(gymnasium.Env):
     """file_path: WebShop's folder, or a file of products in it; None: the bundled catalogue. server: that of another
     environment, to share its sessions. kwargs: SimServer's, and goals, title_nouns and seed of engine.Shop."""
-
-    __getattr__ = left_out
-    base_url = SimServer.base_url
 
     def __init__(
         self, observation_mode: str = "html", file_path: str | Path | None = None, server: Any = None, **kwargs: Any
@@ -88,10 +80,9 @@ class WebAgentTextEnv(gymnasium.Env):
         name = "".join(server.rng.choices(string.ascii_lowercase, k=10)) if session is None else str(session)
         self.session = (self.session_prefix or "") + name
         if self.session not in server.user_sessions:
-            number = session if isinstance(session, Integral) else server.draw()
-            server.user_sessions[self.session] = {"goal": server.goals[number], "done": False}
-            server.numbers[self.session] = number
-        self.goal, self.place = server.numbers[self.session], engine.Session()
+            number = server.draw() if isinstance(session, str | None) else session
+            server.user_sessions[self.session] = {"goal": server.goals[number], "number": number, "done": False}
+        self.goal, self.place = server.user_sessions[self.session]["number"], engine.Session()
         self._record()
         self.instruction_text = self.get_instruction_text() if instruction_text is None else instruction_text
         return self.observation, None
@@ -101,21 +92,16 @@ class WebAgentTextEnv(gymnasium.Env):
         before = self.place
         self.place, details = self.server.shop.act(before, self.goal, action)
         if self.place is not before:
-            self._record(before.page, details)
+            self._record(details)
         return self.observation, 0.0 if details is None else self.place.reward, details is not None, None
 
-    def _record(self, before: str = "", details: dict[str, Any] | None = None) -> None:
-        """Put what an action led to, from a page of the kind `before`, into the session's dictionary."""
+    def _record(self, details: dict[str, Any] | None = None) -> None:
+        """Put what an action led to into the session's dictionary."""
         place, session = self.place, self.server.user_sessions[self.session]
         if place.page == "start":
-            session |= {"keywords": None, "page": None, "asin": None, "asins": set(), "options": {}}
-            return session.update(actions=Counter())
+            return session.update(keywords=None, page=None, asin=None, options={})
         asin = None if place.page == "results" else self.server.shop.products[place.product].asin
-        session |= {"keywords": place.query.split(" "), "page": place.number, "asin": asin}
-        session |= {"asins": session["asins"] | {asin} - {None}, "options": dict(place.options)}
-        to_item = {"results": "asin", "item": "options"}.get(before)  # else back from a part of the product
-        counted = {"results": "search", "item": to_item, "done": "purchase", **PARTS}[place.page]
-        session["actions"].update([counted] if counted else [])
+        session.update(keywords=place.query.split(" "), page=place.number, asin=asin, options=dict(place.options))
         if details is not None:
             details = {name: value for name, value in details.items() if "option" not in name or details["w_option"]}
             session |= {"verbose_info": details, "done": True, "reward": place.reward}
@@ -131,7 +117,7 @@ class WebAgentTextEnv(gymnasium.Env):
         options = json.dumps(session["options"]) if kind == "item" else str(session["options"])
         parts = ["+".join(session["keywords"] or ()), session["page"], PARTS.get(kind)] if kind != "done" else []
         parts = [KINDS.get(kind, "item_sub_page"), self.session, session["asin"], *parts, session["asin"] and options]
-        url = "/".join([self.base_url, *(str(part) for part in parts if part)])
+        url = "/".join([self.server.base_url, *(str(part) for part in parts if part)])
         return {"url": url, "instruction_text": self.instruction_text}
 
     def get_available_actions(self) -> dict[str, Any]:
@@ -142,9 +128,6 @@ class WebAgentTextEnv(gymnasium.Env):
         """As the heading of the page has it; also after a purchase, where the original fails."""
         colon = ": " if self.place.page == "start" else ":"
         return f"Instruction{colon}{self.server.goals[self.goal]['instruction_text']}"
-
-    def render(self, mode: str = "human") -> None:
-        pass
 
 
 gymnasium.register("WebAgentTextEnv-v0", WebAgentTextEnv, order_enforce=False, disable_env_checker=True)

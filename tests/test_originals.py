@@ -15,34 +15,24 @@ from test_webshop import SHARED, goals_file, lines, real_shop, recorded
 import envs
 from data import make_alfworld, make_webshop
 from environments.webshop import catalogue
-from integrations import alfworld, webshop
 from integrations.alfworld import AlfredTWEnv, get_environment
 from integrations.webshop import WebAgentTextEnv
 from qlass import UserError
 
 ALFWORLD = SHARED.parent / "alfworld"
-NAMES = {  # public ones of the originals that the doors have
-    "alfworld.agents.environment": "get_environment AlfredTWEnv TASK_TYPES",
-    "AlfredTWEnv": "config train_eval game_files num_games init_env",
-    "TextworldBatchGymEnv": "gamefiles batch_size seed reset skip step close",
-    "web_agent_site.envs": "WebAgentTextEnv SimServer",
-    "WebAgentTextEnv": "reset step observation state instruction_text get_instruction_text get_available_actions "
-    "server session session_prefix observation_mode file_path base_url kwargs render close",
-    "SimServer": "goals weights cum_weights user_sessions base_url show_attrs assigned_instruction_text",
-}
 
 
-def test_each_public_name_is_given_or_refused(made):
+def test_public_names_of_the_originals(made):
     games, shop = AlfredTWEnv(config(made)), WebAgentTextEnv("text")
-    doors = {"alfworld.agents.environment": alfworld, "AlfredTWEnv": games, "TextworldBatchGymEnv": games.init_env(1)}
-    doors |= {"web_agent_site.envs": webshop, "WebAgentTextEnv": shop, "SimServer": shop.server}
-    for of, given in NAMES.items():
-        assert [name for name in given.split() if not hasattr(doors[of], name)] == []
-        with pytest.raises(UserError, match="other is left out: see docs"):
-            doors[of].other  # noqa: B018
-        assert not hasattr(doors[of], "_other")
-    assert not hasattr(shop, "browser") and not hasattr(shop, "anything")
-    with pytest.raises(UserError, match="AlfredThorEnv is left out"):
+    for door, given in {
+        games: "config train_eval game_files num_games init_env",
+        games.init_env(1): "gamefiles batch_size seed reset skip step close",
+        shop: "reset step observation state instruction_text get_instruction_text get_available_actions "
+        "server session session_prefix observation_mode file_path kwargs close",
+        shop.server: "goals weights cum_weights user_sessions base_url assigned_instruction_text",
+    }.items():
+        assert [name for name in given.split() if not hasattr(door, name)] == []
+    with pytest.raises(UserError, match="AlfredThorEnv is not supported"):
         get_environment("AlfredThorEnv")
     with pytest.raises(AttributeError):
         shop.server.assigned_instruction_text = "i need a red shirt"
@@ -239,18 +229,17 @@ def test_default_arguments_and_the_id_of_the_original():
     env = gymnasium.make("WebAgentTextEnv-v0", observation_mode="text", **arguments)
     first, info = env.reset(5, instruction_text="buy it")
     assert "buy it" not in first and info is None and env.state["instruction_text"] == "buy it"
-    assert env.reset(5)[0] == first and env.instruction_text == env.get_instruction_text() and env.render() is None
+    assert env.reset(5)[0] == first and env.instruction_text == env.get_instruction_text()
     session = env.server.user_sessions["5"]
     assert not session["done"] and session["goal"] == env.server.goals[5]
     page = env.step("search[shirt]")
     asin = env.get_available_actions()["clickables"][2]  # behind two buttons
     for action in (f"click[{asin}]", "click[features]", "sing", "click[< prev]", "click[buy now]"):
         _, reward, done, _ = env.step(action)
-    assert session["asins"] == {asin.upper()} and len(page) == 4
-    assert session["actions"] == {"search": 1, "asin": 1, "Features": 1, "purchase": 1}
+    assert session["asin"] == asin.upper() and len(page) == 4
     assert done and session["done"] and session["reward"] == reward
     env.reset(5)
-    assert session["done"] and not session["actions"] and session["asin"] is None  # as the original keeps it
+    assert session["done"] and session["asin"] is None  # as the original keeps it
 
 
 def test_a_session_keeps_its_goal():
