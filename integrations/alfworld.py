@@ -110,6 +110,4 @@ class BatchEnv:
 
 
 def get_environment(env_type: str) -> type:
-    if env_type != "AlfredTWEnv":
-        raise UserError(f"alfworld: {env_type} is not supported: choose AlfredTWEnv")
-    return AlfredTWEnv
+    return {"AlfredTWEnv": AlfredTWEnv}[env_type]

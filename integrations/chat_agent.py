@@ -21,7 +21,6 @@ import json
 import math
 import os
 import re
-import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
@@ -94,10 +93,7 @@ class ChatAgent(q_search.Player):
         return describe(best, episodes, {"tokens": tokens_of(episodes)})
 
     def sample(self, requests: list[Sample]) -> list[list[Answer]]:
-        jobs = []
-        for r in requests:  # here: an environment is not for threads
-            messages = list(r.state.messages)
-            jobs.append((r, messages[: self.front] + self.examples(r.key[0]) + messages[self.front :]))
+        jobs = [(r, self.examples(r.key[0])) for r in requests]  # here: an environment is not for threads
         with ThreadPool(self.args.in_flight) as pool:  # it raises an error when all others have answered
             return [[answer] for answer in pool.starmap(self.answer, jobs, chunksize=1)]
 
@@ -111,9 +107,10 @@ class ChatAgent(q_search.Player):
             raise UserError(f"--examples {number}: there are {len(lines)} for a task such as {task_id}")
         return [(m["role"], m["content"]) for messages in lines for m in messages[self.front :]]
 
-    def answer(self, request: Sample, messages: list[tuple[str, str]]) -> Answer:
+    def answer(self, request: Sample, examples: list[tuple[str, str]]) -> Answer:
         """From the file or by the server; then it is in the file before anything can fail."""
-        key = (self.args.seed, *request.key)
+        messages, key = list(request.state.messages), (self.args.seed, *request.key)
+        messages[self.front : self.front] = examples
         settings = {"temperature": request.temperature, "max_tokens": self.rendering.max_new_tokens}
         settings |= {"seed": int(uniforms(1, *key)[0] * 2**31), "stop": list(self.rendering.stop)}
         settings = {name: value for name, value in (settings | self.args.body).items() if value is not None}
@@ -191,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
         results.play(args, env, tasks, plan, agent.play, {Sample: agent.sample})
     if agent.silent:
         problem = f"{len(agent.silent)} answers were cut by --max-new-tokens, or are only a thought"
-        print(f"warning: {args.server}: {problem}", file=sys.stderr)
+        files.warn(f"{args.server}: {problem}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ process to process.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import json
 import random
@@ -35,12 +34,9 @@ class SimServer:
     base_url = "http://127.0.0.1:3000"
     assigned_instruction_text = property(lambda self: None)  # can't be assigned
 
-    def __init__(
-        self, file_path: str | Path | None, num_products: int | None = None, human_goals: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, file_path: str | Path | None, human_goals: bool = False, **options: Any) -> None:
         path = Path(file_path or make_webshop.ensure(0, writable(make_webshop.GENERATED)))
-        options |= {"use_human_goals": bool(human_goals), "num_products": num_products}
-        self.shop = engine.load(path, **options)
+        self.shop = engine.load(path, use_human_goals=bool(human_goals), **options)
         goals = self.shop.goals
         counts = Counter(attribute for goal in goals for attribute in goal["attributes"])
         rarity = ([1 / counts[attribute] for attribute in goal["attributes"]] for goal in goals)
@@ -53,7 +49,7 @@ class SimServer:
 
     def draw(self) -> int:
         """The original's draw by weight, which never takes the first goal."""
-        place = bisect.bisect(self.cum_weights, self.rng.uniform(0, self.cum_weights[-1]))
+        (place,) = self.rng.choices(range(len(self.cum_weights)), cum_weights=self.cum_weights)
         return min(place, len(self.goals) - 1)
 
 
@@ -61,9 +57,7 @@ class WebAgentTextEnv(gymnasium.Env):
     """file_path: WebShop's folder, or a file of products in it; None: the bundled catalogue. server: that of another
     environment, to share its sessions. kwargs: SimServer's, and goals, title_nouns and seed of engine.Shop."""
 
-    def __init__(
-        self, observation_mode: str = "html", file_path: str | Path | None = None, server: Any = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, observation_mode: str = "html", file_path: Any = None, server: Any = None, **kwargs) -> None:
         options = {"observation_mode": observation_mode, **kwargs}
         for name, only in ONLY.items():
             if (value := options.pop(name, only)) != only:
