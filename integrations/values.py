@@ -3,7 +3,7 @@
     q, gains = turn_values(scorer(QNet.from_pretrained("runs/webshop/qnet")), messages)
 
 Messages are as QNet learned them: instruction, "OK", the first observation, then actions and observations in turns. The
-tiny model also needs the task's sentence, which verifiers and prime-rl have in `info["task_sentence"]`.
+tiny model also needs the task's sentence, which verifiers has in `info["task_sentence"]`.
 """
 
 from collections.abc import Callable
@@ -45,21 +45,3 @@ def step_reward(qnet: Any) -> Callable[..., Any]:
         return turn_values(qnet, [*step["prompt"], *step["completion"]], task)[1][-1]
 
     return gain
-
-
-def turn_rewards(qnet: Any) -> Callable[..., Any]:
-    """A metric of a verifiers task that leaves Q of each sampled turn in `info["turn_rewards"]`.
-
-    The differences are taken by prime-rl's `turn_credit`, for which this is.
-    """
-
-    async def q_value(trace: Any) -> float:
-        values = {}
-        for branch in trace.branches:
-            turns = [id(node) for node in branch.nodes if node.sampled]
-            q, _ = turn_values(qnet, branch.messages, trace.info.get("task_sentence", ""))
-            values |= zip(turns, q[len(q) - len(turns) :], strict=True)  # those before are examples
-        trace.info["turn_rewards"] = [values[id(node)] for node in trace.nodes if node.sampled]
-        return trace.info["turn_rewards"][-1]
-
-    return q_value

@@ -1,12 +1,11 @@
 """QNet's values as other trainers take them: equal to its scores in the environment, and in the real libraries."""
 
-import asyncio
 import itertools
 
 import pytest
 from fakes import FakeEnv, json_server, started, stopped
 
-from integrations.values import step_reward, turn_rewards, turn_values
+from integrations.values import step_reward, turn_values
 from qlass import UserError
 from qlass.batching import Score
 from qlass.messages import State
@@ -77,19 +76,3 @@ def test_a_rollout_of_verifiers_has_step_rewards(qnet):
     stopped(server)
     assert list(itertools.accumulate(step["reward"] for step in out["trajectory"])) == expected
     assert out["reward"] == pytest.approx(sum(step["reward"] for step in out["trajectory"]))
-
-
-@pytest.mark.slow
-def test_a_trace_of_verifiers_has_turn_rewards(qnet):
-    """One per sampled turn, in the order of the nodes, also where a branch began again at the second turn."""
-    v1 = pytest.importorskip("verifiers.v1", reason="pip install -r requirements-integrations.txt")
-    state, expected = played(qnet)
-    trace = v1.Trace.model_construct(nodes=[], info={"task_sentence": state.task}, calls=[], mm_token_type_id_map={})
-    kinds = {"user": v1.UserMessage, "assistant": v1.AssistantMessage}
-    for n, message in enumerate([*state.dump()[:-1], state.dump()[5]]):
-        told = kinds[message["role"]](content=message["content"])
-        parent = {0: None, 8: 4}.get(n, n - 1)
-        trace.nodes.append(v1.MessageNode(parent=parent, message=told, sampled=n in (3, 5, 7, 8)))
-    assert asyncio.run(turn_rewards(qnet)(trace)) == trace.info["turn_rewards"][-1]
-    assert trace.num_branches == 2 and trace.info["turn_rewards"][:3] == expected
-    assert trace.info["turn_rewards"][3] == trace.info["turn_rewards"][1]
