@@ -82,10 +82,7 @@ class BatchEnv:
 
     def reset(self) -> tuple[tuple[str, ...], dict[str, list]]:
         paths = [next(self.order) for _ in range(self.batch_size)]
-        try:
-            self.games, self.steps = [games.load(path) for path in paths], 0
-        except games.BadGame as error:
-            raise UserError(f"alfworld: one of {', '.join(paths)} {error}") from None
+        self.games, self.steps = [games.load(path) for path in paths], 0
         self.states = [game.start for game in self.games]
         self.last = [(game.first, 0, False) for game in self.games]
         return tuple(game.first for game in self.games), self.infos(paths)

@@ -76,7 +76,6 @@ class ChatAgent(q_search.Player):
     """pi(a | s) of a chat model, and its episodes. It asks each question once, whatever stops it in between."""
 
     def __init__(self, server: Server, env: envs.TextEnv, answers: Path, args: argparse.Namespace) -> None:
-        """answers: the file of them, whose lock the caller holds."""
         super().__init__(self)  # its own rendering stands for a tokenizer's
         self.server, self.env, self.args, self.answers = server, env.fork(), args, answers
         self.rendering = Rendering(temperature=args.temperature, max_new_tokens=args.max_new_tokens)

@@ -83,10 +83,8 @@ class WebAgentTextEnv(gymnasium.Env):
 
     def step(self, action: str) -> tuple[str, float, bool, None]:
         """Observation, reward, done, None. What is not valid changes nothing; a shop stays open after a purchase."""
-        before = self.place
-        self.place, details = self.server.shop.act(before, self.goal, action)
-        if self.place is not before:
-            self._record(details)
+        self.place, details = self.server.shop.act(self.place, self.goal, action)
+        self._record(details)
         return self.observation, 0.0 if details is None else self.place.reward, details is not None, None
 
     def _record(self, details: dict[str, Any] | None = None) -> None:
