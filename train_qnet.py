@@ -214,7 +214,7 @@ def train(qnet: QNet, trees: list[Pairs], held_out: list[Pairs], args: argparse.
         batch = [packs[i] for i in update]
         n = sum(len(pack.pairs) for pack in batch)
         loss = 0.0
-        for group in trainer.share(micro_batches(batch, lambda pack: pack.tokens, micro_tokens)):
+        for group in trainer.share(micro_batches(batch, lambda pack: len(pack.tree), micro_tokens)):
             if args.plain:
                 losses = [family_loss(qnet, pack.pairs, args.loss_on, weight) for pack in group]
                 part = torch.stack(losses).sum()
@@ -228,7 +228,7 @@ def train(qnet: QNet, trees: list[Pairs], held_out: list[Pairs], args: argparse.
             parameters["lr"] = rate * cosine(trainer.step, trainer.starts[-1])
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
-        trainer.end_update(loss, tokens=sum(pack.tokens for pack in batch), last=last)
+        trainer.end_update(loss, tokens=sum(len(pack.tree) for pack in batch), last=last)
         if last:
             held = ranking(qnet.eval(), held_out, args.plain)
             watched = held["within_mse" if weight and held["sibling_pairs"] else "mse"]

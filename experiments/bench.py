@@ -202,8 +202,8 @@ def packed(net: QNet, trees: list[list[Pair]]) -> int:
     tokens = 0
     for pairs in trees:
         packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], LOSS_FROM["all"], max_tokens=1024))
-        tokens += sum(pack.tokens for pack in packs)
-        for group in batches(packs, lambda pack: pack.tokens, TINY["micro_tokens"]):
+        tokens += sum(len(pack.tree) for pack in packs)
+        for group in batches(packs, lambda pack: len(pack.tree), TINY["micro_tokens"]):
             packed_loss(net, [packs[i] for i in group]).backward()
     return tokens
 

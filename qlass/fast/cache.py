@@ -16,10 +16,11 @@ from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, batches, tree_inputs
 from qlass.messages import State
 
-Forward = Callable[[dict, torch.Tensor], torch.Tensor]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
+Forward = Callable[[dict, torch.Tensor], Any]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
+Pair = tuple[State, str]  # (s, a)
 Lists = Sequence[Sequence[Sequence[int]]]  # of each state lists of tokens: its messages', or those of its tails
 # (index of a state, its row's outputs, where among them the prompt's last token is, and where each tail's tokens are)
-Reading = tuple[int, torch.Tensor, int, list[list[int]]]
+Reading = tuple[int, Any, int, list[list[int]]]
 
 
 @dataclasses.dataclass
@@ -211,14 +212,23 @@ class PromptCache:
             waiting = [waiting[i] for i in later]
 
 
-def tokens_of(chat: Chat, actions: Mapping[State, Iterable[str]]) -> tuple[Lists, Lists]:
-    """Each state's messages as tokens, and its actions."""
-    prompts, tails = [], []
-    for state, texts in actions.items():
-        prompts.append(chat.prompt_tokens(state))
-        length = sum(map(len, prompts[-1]))
-        tails.append([chat.action(text, state.task, length) for text in texts])
-    return prompts, tails
+def tokens_of(chat: Chat, state: State, actions: Iterable[str]) -> tuple[list[list[int]], list[list[int]]]:
+    """A state's messages as tokens, and actions in it."""
+    prompt = chat.prompt_tokens(state)
+    length = sum(map(len, prompt))
+    return prompt, [chat.action(text, state.task, length) for text in actions]
+
+
+def unread(chat: Chat, pairs: Iterable[Pair], memory: Mapping[Pair, float], read: Callable) -> Iterator[tuple]:
+    """Read the (s, a) that `memory` lacks: each, a's tokens, outputs, and there the places of s's last and of a's."""
+    fresh: dict[State, dict[str, None]] = {}
+    for state, action in pairs:
+        if (state, action) not in memory:
+            fresh.setdefault(state, {})[action] = None
+    states, tokens = list(fresh), [tokens_of(chat, *state) for state in fresh.items()]
+    for n, out, last, paths in read([prompt for prompt, _ in tokens], [tails for _, tails in tokens]):
+        for action, ids, path in zip(fresh[states[n]], tokens[n][1], paths, strict=True):
+            yield (states[n], action), ids, out, [last, *path]
 
 
 def room_for(model: Any, gigabytes: float | None = None) -> int:

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
-from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, batch_for, room_for, tokens_of
+from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, batch_for, room_for, tokens_of, unread
 from qlass.fast.token_tree import additive_masks, batches, tree_inputs, windows_of
 from qlass.fast.tries import Trie
 from qlass.messages import State, uniforms
@@ -30,12 +30,9 @@ class RoomyLayer(DynamicLayer):
     `keys` by a copy (batch_select_indices) leaves it without room: the next step makes new room.
     """
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Tensors are (B, heads, tokens, head dim); returns all keys and values."""
-        self.keys = self.append("keys", key_states)
-        self.values = self.append("values", value_states)
+        self.keys, self.values = self.append("keys", keys), self.append("values", values)
         return self.keys, self.values
 
     def append(self, name: str, new: torch.Tensor) -> torch.Tensor:
@@ -53,7 +50,6 @@ class FastPolicy(Policy):
     """The same candidates as `Policy` and the same log-probabilities."""
 
     def __init__(self, model: Any, chat: Chat, seed: int = 0, cache_gb: float | None = None) -> None:
-        """cache_gb: room for read prompts (`room_for`)."""
         super().__init__(model, chat, seed)
         self.budget = batch_for(self.model)
         self.cache = PromptCache(room_for(self.model, cache_gb))
@@ -86,7 +82,7 @@ class FastPolicy(Policy):
         fresh: list[tuple[tuple, Trie, list[list[int]]]] = []
         for key in dict.fromkeys(key for key in keys if key not in self.memory):
             state, valid, _ = key
-            (prompt,), (texts,) = tokens_of(self.chat, {state: valid})
+            prompt, texts = tokens_of(self.chat, state, valid)
             trie = Trie(texts)
             if trie.branches:
                 fresh.append((key, trie, prompt))
@@ -105,17 +101,10 @@ class FastPolicy(Policy):
         """log pi(a | s) of actions as free text, each token of what they share computed once."""
         if len(self.written) > 200_000:
             self.written.clear()
-        fresh: dict[State, dict[str, None]] = {}
-        for state, action in pairs:
-            if (state, action) not in self.written:
-                fresh.setdefault(state, {})[action] = None
-        states = list(fresh)
-        prompts, tails = tokens_of(self.chat, fresh)
-        for n, out, last, paths in self.read(prompts, tails):
-            for action, ids, path in zip(fresh[states[n]], tails[n], paths, strict=True):
-                logp = out[[last, *path[:-1]]].log_softmax(-1)
-                value = logp.gather(-1, torch.tensor(ids, device=out.device)[:, None]).double().sum()
-                self.written[states[n], action] = float(value)
+        for pair, ids, out, places in unread(self.chat, pairs, self.written, self.read):
+            logp = out[places[:-1]].log_softmax(-1)
+            value = logp.gather(-1, torch.tensor(ids, device=out.device)[:, None]).double().sum()
+            self.written[pair] = float(value)
         return [self.written[pair] for pair in pairs]
 
     def texts(self, requests: list[Sample]) -> list[list[Candidate]]:

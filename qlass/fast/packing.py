@@ -36,43 +36,37 @@ class PackedPairs:
     last: np.ndarray
     sizes: np.ndarray
 
-    @property
-    def tokens(self) -> int:
-        return len(self.tree)
-
 
 def pack_pairs(chat: Chat, families: Sequence[Sequence[Any]], first: int, max_tokens: int) -> Iterator[PackedPairs]:
     """A tree's pairs, in token trees of at most `max_tokens` each (or of one family that is longer).
 
     families: pairs that stay together. first: of the tokens of (s, a) that carry the loss, 0 (all) or -1 (the last).
     """
-    tree, packed, weights, last = TokenTree(), [], [], []
-
-    def pack() -> PackedPairs:
-        members = [pair for family in packed for pair in family]
-        weight, weighted_q = np.zeros((2, len(tree)))
-        for pair, trained in zip(members, weights, strict=True):
-            weight[trained] += 1 / len(trained)  # w_i = 1 / n_i
-            weighted_q[trained] += pair.q / len(trained)
-        arrays = weight.astype(np.float32), weighted_q.astype(np.float32), np.array(last)
-        return PackedPairs(tuple(members), tree.frozen(), *arrays, np.array([*map(len, packed)]))
-
+    tree, group = TokenTree(), []
     for family in families:
-        prompts = [chat.prompt(pair.state) for pair in family]
-        rows = [
-            [*prompt, *chat.action(pair.action, pair.state.task, len(prompt))]
-            for pair, prompt in zip(family, prompts, strict=True)
-        ]
-        if packed and len(tree) + tree.growth(*rows) > max_tokens:
-            yield pack()
-            tree, packed, weights, last = TokenTree(), [], [], []
-        packed.append(family)
-        for ids in rows:
-            path = tree.add(ids)
-            weights.append(path[first:])
-            last.append(path[-1])
-    if packed:
-        yield pack()
+        rows = []
+        for pair in family:
+            prompt = chat.prompt(pair.state)
+            rows.append([*prompt, *chat.action(pair.action, pair.state.task, len(prompt))])
+        if group and len(tree) + tree.growth(*rows) > max_tokens:
+            yield pack(tree, group, first)
+            tree, group = TokenTree(), []
+        group.append([(pair, tree.add(ids)) for pair, ids in zip(family, rows, strict=True)])
+    if group:
+        yield pack(tree, group, first)
+
+
+def pack(tree: TokenTree, group: Sequence[Sequence[tuple[Any, list[int]]]], first: int) -> PackedPairs:
+    """group: of each family the pairs, each with its path in the tree."""
+    members = [member for family in group for member in family]
+    weight, weighted_q = np.zeros((2, len(tree)))
+    for pair, path in members:
+        trained = path[first:]
+        weight[trained] += 1 / len(trained)  # w_i = 1 / n_i
+        weighted_q[trained] += pair.q / len(trained)
+    last, sizes = np.array([path[-1] for _, path in members]), np.array([*map(len, group)])
+    arrays = weight.astype(np.float32), weighted_q.astype(np.float32), last, sizes
+    return PackedPairs(tuple(pair for pair, _ in members), tree.frozen(), *arrays)
 
 
 def packed_loss(qnet: Any, packs: Sequence[PackedPairs], rank_weight: float = 0.0) -> torch.Tensor:
@@ -85,7 +79,7 @@ def packed_loss(qnet: Any, packs: Sequence[PackedPairs], rank_weight: float = 0.
     at = weight > 0
     v = qnet(at.to(qnet.backbone.device), **inputs, use_cache=False).float()
     w, wq = weight[at].to(v.device), weighted_q[at].to(v.device)
-    # sum_i w_i (v - q_i)^2 = W v^2 - 2 v sum_i w_i q_i + sum_i w_i q_i^2, the last of which sums to sum_i q_i^2
+    # The constant, sum_i w_i q_i^2 of each token, sums to sum_i q_i^2.
     loss = (w * v.square() - 2 * wq * v).sum() + sum(sum(pair.q * pair.q for pair in p.pairs) for p in packs)
     return loss + rank_weight * within_states(v, at, packs) if rank_weight else loss
 

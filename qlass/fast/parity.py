@@ -7,10 +7,8 @@ that carries a state from token to token, or that counts columns (ALiBi), would 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +18,8 @@ from qlass.fast.cache import PromptCache
 from qlass.fast.token_tree import TokenTree, tree_inputs
 
 WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
+# Of attention windows that are not in the mask that a model is given, and larger than the sequences below.
+HIDDEN = ("window_size", "attention_window_size", "attention_window", "local_attention")
 EXACT = 1e-3  # of the outputs' mean size, in float32
 ROUGH = 0.1  # in fewer bits; rounding alone makes .02
 NOT_FINITE = "its outputs are not finite: its weights are damaged, or overflow (try --precision float32)"
@@ -35,14 +35,19 @@ def check(model: Any, name: str) -> None:
 @torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
 def fault(model: Any) -> str | None:
     """What a model does wrong with token trees, with and without a prompt cache; None: nothing."""
-    if name := hidden_window(model.config):  # larger than the sequences below
+    config = model.config.get_text_config()
+    if name := next((name for name in HIDDEN if getattr(config, name, None)), None):
         return f"its attention has windows of its own ({name})"
     quantised = getattr(model, "is_quantized", False)
     most = EXACT if model.dtype == torch.float32 and not quantised else ROUGH
     # Rounding alone can send a token to other experts or, with weights of few bits, over a step: most sequences count.
-    experts = any("experts" in name for name in model.config.get_text_config().to_dict())
+    experts = any("experts" in name for name in config.to_dict())
     by_median = most == ROUGH and (quantised or experts)
-    with small_windows(model.config):
+    names = ("sliding_window", "attention_chunk_size")
+    windows = {name: size for name in names if (size := getattr(config, name, None))}
+    try:
+        for name in windows:
+            setattr(config, name, WINDOW)
         families = tokens_of(model)
         inputs = [[{"input_ids": torch.tensor([ids], device=model.device)} for ids in family] for family in families]
         alone = [[outputs(model, {**one, "use_cache": False})[0] for one in family] for family in inputs]
@@ -56,35 +61,14 @@ def fault(model: Any) -> str | None:
             size = float(sizes.median() if by_median else sizes.max())
             if size > most:
                 return f"the outputs of {tried} differ from plain ones by {size:.1%}"
-    return None
-
-
-def hidden_window(config: Any) -> str | None:
-    """An attention window that is not in the mask that a model is given, by its name in the config."""
-    names = ("window_size", "attention_window_size", "attention_window", "local_attention")
-    return next((name for name in names if getattr(config.get_text_config(), name, None)), None)
-
-
-@contextlib.contextmanager
-def small_windows(config: Any) -> Iterator[None]:
-    """Attention windows of a few tokens, so that a few tokens suffice to see whether they are right."""
-    config = config.get_text_config()
-    before = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
-    before = {name: size for name, size in before.items() if size}
-    for name in before:
-        setattr(config, name, WINDOW)
-    try:
-        yield
+        return None
     finally:
-        for name, size in before.items():
+        for name, size in windows.items():
             setattr(config, name, size)
 
 
 # Sequences with common beginnings, of different lengths and deeper than a window: two families, so that one is padded.
-FAMILIES = (
-    ("abcdefghijkl", "abcdefghmnop", "abcdxyzefg", "abcdefghijqr"),
-    ("abcdefg", "abcabcabd"),
-)
+FAMILIES = (("abcdefghijkl", "abcdefghmnop", "abcdxyzefg", "abcdefghijqr"), ("abcdefg", "abcabcabd"))
 
 
 def tokens_of(model: Any) -> list[list[list[int]]]:

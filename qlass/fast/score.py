@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from qlass import UserError
 from qlass.batching import Score
 from qlass.chat import Chat
-from qlass.fast.cache import PromptCache, batch_for, room_for, tokens_of
+from qlass.fast.cache import PromptCache, batch_for, room_for, unread
 from qlass.messages import State
 from qlass.server import Server, side_by_side
 
@@ -29,30 +30,21 @@ class FastQNet:
     """The same scores as `QNet.score`. It remembers what it has read: when the weights change, make a new one."""
 
     def __init__(self, qnet: Any, cache_gb: float | None = None) -> None:
-        """cache_gb: room for read prompts (`room_for`)."""
         self.qnet, self.budget = qnet.eval(), batch_for(qnet.backbone)
         self.cache = PromptCache(room_for(qnet.backbone, cache_gb))
         self.memory: dict[tuple[State, str], float] = {}
 
     @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:
-        fresh: dict[State, dict[str, None]] = {}
-        for r in requests:
-            for action in r.actions:
-                if (r.state, action) not in self.memory:
-                    fresh.setdefault(r.state, {})[action] = None
-        states = list(fresh)
-        prompts, tails = tokens_of(self.qnet.chat, fresh)
-
-        def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:  # (B, len(columns))
+        def values(inputs: dict, columns: torch.Tensor) -> np.ndarray:  # (B, len(columns))
             where = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
             where[:, columns] = True
-            return self.qnet(where, **inputs).view(len(where), -1).float()
+            return self.qnet(where, **inputs).view(len(where), -1).float().cpu().numpy()
 
-        for n, out, _, paths in self.cache.read(values, self.qnet.backbone, self.budget, prompts, tails):
-            v = out.cpu().numpy()
-            for action, at in zip(fresh[states[n]], paths, strict=True):
-                self.memory[states[n], action] = float(v[at[-1]])
+        pairs = [(r.state, action) for r in requests for action in r.actions]
+        read = partial(self.cache.read, values, self.qnet.backbone, self.budget)
+        for pair, _, out, places in unread(self.qnet.chat, pairs, self.memory, read):
+            self.memory[pair] = float(out[places[-1]])
         return finite([[self.memory[r.state, action] for action in r.actions] for r in requests])
 
 
