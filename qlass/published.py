@@ -150,11 +150,10 @@ def demonstrations_for(env: Any, tasks: list[str], args: Any) -> dict[str, Demon
     named = args.expert
     args.expert, most = (named, None) if named else cloned_from(args.sft)
     best = by_task(read(args.expert, env, most), env) if args.expert else {}
-    if named or best.keys() - set(env.task_ids("train")):
-        for task in tasks:
-            if task not in best:
-                begin = env.reset(options={"task_id": task})[0].strip()
-                best |= {task: best[begin]} if begin in best else {}
+    ids = {tau.task_id for tau in best.values()}
+    if named or None in ids or (ids and ids.isdisjoint(env.task_ids("train"))):
+        begins = {t: env.reset(options={"task_id": t})[0].strip() for t in tasks if t not in best}
+        best |= {task: best[begin] for task, begin in begins.items() if begin in best}
         matches = len(best.keys() & set(tasks))
         facts = f"{args.expert}: demonstrations of {matches} of {len(tasks)} tasks"
         if named and not matches:
