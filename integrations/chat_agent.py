@@ -124,7 +124,7 @@ class ChatAgent(q_search.Player):
                 file.write(files.dumps(self.known[name]))
         text, usage = self.known[name]["text"], self.known[name]["usage"]
         action = in_react_style(text, self.rendering.stop, self.instruction)
-        if self.known[name]["cut"] or not action:
+        if self.known[name].get("cut") or not action:
             self.silent.add(name)
         hidden = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
         kept = round((usage["completion_tokens"] - hidden) * min(len(action) / max(len(text), 1), 1))
