@@ -13,6 +13,7 @@ cut, is played, and counted at the end.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -33,7 +34,7 @@ from qlass import UserError, files, results
 from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, any_of
 from qlass.flags import Parser, at_least
-from qlass.messages import State, uniforms
+from qlass.messages import State, react, uniforms
 from qlass.results import Episode, describe
 from qlass.runs import parse, run_stage
 from qlass.server import Server
@@ -49,10 +50,14 @@ REMARK = re.compile(r"\.(?=\s|$).*|\s(\(|[-–—]\s).*")  # behind an action th
 
 def in_react_style(text: str, stop: Sequence[str], instruction: str) -> str:
     """An answer as the instruction asks for it: "Thought: ...\nAction: ...", the action in one line, its verb in the
-    instruction's case. Thoughts between marks, markdown, and what follows the action are gone.
+    instruction's case. Thoughts between marks, markdown, JSON, and what follows the action are gone.
     """
     text = any_of(stop).split(MARK.split(THOUGHT_END.split(text)[-1])[0])[0]
     text = re.sub(r"```(\w*\n)?", "", text).strip()
+    with contextlib.suppress(AttributeError, KeyError, ValueError):
+        fields = {name.lower(): value for name, value in json.loads(text).items()}
+        action, thought = fields.pop("action"), str(fields.pop("thought", None) or "")
+        text = text if fields else react(thought, str(action))
     labels = list(LABEL.finditer(text)) or list(INLINE.finditer(text))
     if not labels and "\n" in text:
         return text

@@ -131,6 +131,8 @@ STYLES = {
     "wide colon": "Thought：hm\nAction：{}",
     "heading": "### Thought 1\nhm\n\n### Action 1\n{}",
     "explained": "Thought: hm\nAction: {}. It leads there (I think).\n\nThis is why.",
+    "JSON": '{{"thought": "hm", "action": "{}"}}',
+    "JSON in a block": '```json\n{{"Thought": null, "Action": "{}"}}\n```',
     "harmony": "<|channel|>analysis<|message|>Action: left<|end|><|start|>assistant<|channel|>final<|message|>"
     "Thought: hm\nAction: {}<|return|>",
     "thought in marks": "[THINK]Action: left[/THINK]Thought: hm\nAction: {}",
