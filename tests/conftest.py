@@ -7,6 +7,7 @@ import torch
 from fakes import FakeEnv, save_agent, tiny_backbone, word_chat
 from hypothesis import settings
 
+from data import make_alfworld
 from qlass.files import read_jsonl
 from train_qnet import QNet
 
@@ -25,6 +26,12 @@ def fake_world(monkeypatch):
         return FakeEnv(**options)
 
     monkeypatch.setattr("envs.from_arguments", from_arguments)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """Games of ALFWorld."""
+    return make_alfworld.write(tmp_path_factory.mktemp("made") / "games", seed=3, train=150)
 
 
 @pytest.fixture(scope="session")

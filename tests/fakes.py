@@ -1,7 +1,5 @@
 """Fakes for the tests: a world whose tree is written out, tokenizers, models with random weights, servers."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools
@@ -137,6 +135,17 @@ def run(generator: Generator, answer: Callable[[Any], Any]) -> tuple[Any, list]:
 def path_of(state: State) -> tuple[str, ...]:
     """The actions that led to a state."""
     return tuple(parse_action(content) for role, content in state.messages[2:] if role == "assistant")
+
+
+def behind(request: Score) -> list:
+    """What lies behind each action of the world."""
+    node = functools.reduce(dict.get, path_of(request.state), WORLD)
+    return [node[parse_action(action)] for action in request.actions]
+
+
+def true_q(request: Score) -> list[float]:
+    """The best purse behind each action: what a perfect QNet says (gamma = 1)."""
+    return [best(node) for node in behind(request)]
 
 
 def say(*actions: str) -> list[Candidate]:

@@ -1,7 +1,5 @@
 """ALFWorld: our engine against TextWorld itself (for recorded walks see test_originals.py); games, expert, thoughts."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses
@@ -9,7 +7,6 @@ import itertools
 import json
 import random
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
@@ -21,11 +18,6 @@ from environments.alfworld import games as alfworld_data
 from environments.alfworld.belief import draw
 from environments.alfworld.env import ALFWorldEnv
 from environments.alfworld.expert import Memory, plan, told
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory) -> Path:
-    return make_alfworld.write(tmp_path_factory.mktemp("made") / "games", seed=3, train=150)
 
 
 @pytest.fixture(scope="session")
@@ -96,9 +88,7 @@ WITH_KNIFE = "go to countertop 1; take knife 1 from countertop 1; go to fridge 1
     # a lamp stays where it is, and never goes off
     (LAMP, "go to countertop 1; use desklamp 1; use desklamp 1", "You turn on the desklamp 1.",
      "use desklamp 1", "take desklamp 1 from countertop 1"),
-    # the older wording; of its six locations, counted down, the third
-    (kitchen(APPLE, old=True), "go to countertop 1", "You arrive at loc 3. On the countertop 1, you see a apple 1",
-     "take apple 1 from countertop 1", "help"),
+    # the older wording
     (kitchen(APPLE, old=True), "go to countertop 1; take apple 1 from countertop 1; put apple 1 in/on countertop 1",
      "You put the apple 1 in/on the countertop 1.", "take apple 1 from countertop 1", "help"),
 ])  # fmt: skip
@@ -115,7 +105,6 @@ ONE += "go to countertop 1; take apple 2 from countertop 1; go to drawer 1;"
 @pytest.mark.parametrize(("game", "commands", "left"), [
     # a thing is looked at in the hand under a lamp that is on
     (LAMP, "go to countertop 1; take mug 1 from countertop 1", 1),
-    (LAMP, "go to countertop 1; use desklamp 1; go to fridge 1", 2),
     (LAMP, "go to countertop 1; use desklamp 1; take mug 1 from countertop 1", 0),
     # two must lie in the same receptacle
     (TWO, "go to countertop 1", 7),
@@ -142,8 +131,6 @@ def test_generated_games(made):
     known = set(layouts["train"])
     assert set(layouts["valid_seen"]) <= known and not set(layouts["valid_unseen"]) & known
     assert all(len(same) == 1 for same in problems.values())
-    one, same, other = ([content for _, content in make_alfworld.games(seed, 20)] for seed in (0, 0, 1))
-    assert one == same != other
 
 
 @settings(max_examples=30)

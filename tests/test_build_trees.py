@@ -156,12 +156,6 @@ def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_
     assert published.failures(records("Action: east"), {})["failed_demonstrations"] == 1  # it earned nothing
 
 
-def test_an_expert_who_gives_up_leaves_an_open_leaf(monkeypatch):
-    monkeypatch.setattr(FakeEnv, "expert", lambda self, task: iter([("this way", "right")]))
-    nodes, _, root, _ = grow({}, with_expert=True, rollouts=1)
-    assert nodes[R] == (0.0, "expert", 2) and not root.children["right"].done
-
-
 worlds = st.recursive(
     st.sampled_from([0.0, 0.3, 1.0]), lambda w: st.dictionaries(st.sampled_from("abc"), w, min_size=1), max_leaves=12
 ).filter(lambda w: isinstance(w, dict))
@@ -232,9 +226,6 @@ def test_a_tree_in_lines():
     assert records[0]["task"] == "find the purse" and records[0]["env"] == "fake"
     assert records[1]["observation"] == "Observation: you stand at start left"
     assert [r["node_id"] for r in records if r["expert"]] == [5, 7, 9]
-    # What the agent did before the expert stays the agent's.
-    _, _, root, env = grow({(): "right", R: "right", RR: "right"}, depth=0, width=1, with_expert=True)
-    assert [(n.source, n.expert) for n in root.subtree()] == [("root", False)] + [("policy", True)] * 3
 
 
 @pytest.fixture

@@ -178,7 +178,6 @@ def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
     records = list(read_jsonl(tmp_path / "results.jsonl"))
     assert all(r["reward"] == 1 for r in records if r["method"] in ("expert", "oracle"))
     assert {"greedy", "qlass", "best_of_n"} <= {r["method"] for r in records}
-    assert isinstance(envs.make(FLAG), Switches)
 
 
 def step_as(change):

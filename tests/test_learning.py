@@ -51,8 +51,6 @@ def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
     for figure in ("batch", "updates", "tokens", "env_steps"):  # sums so far
         values = [line[figure] for line in lines]
         assert values == sorted(values) and values[0] == 0 < values[1]
-    if learner is ppo:
-        assert max(line["explained"] for line in lines[1:]) > 0.3
 
 
 def test_a_critic_wants_labels_of_its_own_target(train, tmp_path):
@@ -135,6 +133,5 @@ def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
 
 
 def test_a_group_of_one_is_refused(train):
-    for flags in (["-M", "1"], ["-M", "4", "--advantage", "intra"]):
-        with pytest.raises(UserError, match="one trajectory"):
-            train(tree_grpo, "run", 100, "--rounds", "0", *flags)
+    with pytest.raises(UserError, match="one trajectory"):
+        train(tree_grpo, "run", 100, "--rounds", "0", "-M", "4", "--advantage", "intra")

@@ -50,11 +50,6 @@ def config(folder, max_steps=50, task_types=(1, 2, 3, 4, 5, 6), games=-1, random
     }
 
 
-@pytest.fixture(scope="session")
-def made(tmp_path_factory) -> Path:
-    return make_alfworld.write(tmp_path_factory.mktemp("made") / "games", seed=4, train=12)
-
-
 @recorded
 @pytest.mark.parametrize("grammar", ["new", "old"])
 def test_recorded_walks_through_alfworlds_class_and_ours(grammar, tmp_path):
@@ -119,8 +114,6 @@ def test_games_of_a_split_in_the_order_of_the_seed(made):
         rng.shuffle(order)
         for at in range(start, 9, 3):
             assert env.reset()[1]["extra.gamefile"] == order[at : at + 3]
-    clean = AlfredTWEnv(config(made, task_types=[3])).game_files
-    assert clean == [path for path in AlfredTWEnv(config(made)).game_files if "pick_clean" in path] != []
 
 
 def test_a_batch_steps_side_by_side_and_a_done_game_stands_still(made):
@@ -137,8 +130,6 @@ def test_a_batch_steps_side_by_side_and_a_done_game_stands_still(made):
     short = AlfredTWEnv(config(made, max_steps=2)).init_env(batch_size=1)
     short.reset()
     assert [short.step(["look"])[2] for _ in range(2)] == [(False,), (True,)]
-    with pytest.raises(AssertionError, match="list of commands"):
-        short.step("l")
 
 
 def test_what_alfworlds_class_leaves_out_or_refuses(made, tmp_path, monkeypatch):
@@ -244,7 +235,6 @@ def test_a_session_keeps_its_goal():
     goals = [goal["instruction_text"] for goal in env.server.goals]
     texts = [env.reset(session=name)[0] for name in (5, np.int64(6), 5, "5")]
     assert [goals[i] in text for i, text in zip((5, 6, 5, 5), texts, strict=True)] == [True] * 4
-    assert len({env.reset(session="someone")[0] for _ in range(4)}) == 1
     other = WebAgentTextEnv("text", server=env.server, session_prefix="x")
     assert env.reset(session=7) == other.reset(session=7) and other.session == "x7"
     assert other.reset(session="5")[0] != texts[0]  # x5 is a new name

@@ -26,10 +26,7 @@ def test_wordings_by_hand():
     # 8 frames beside "i need" (one of them), 4 x 2 ways to list the options, 6 prices, 6 orders of the three
     assert len(every) == len(set(every)) == 8 * 8 * 6 * 6
     assert TASK not in every and all("red cotton shirt" in text for text in every)
-    other = paraphrase(TASK, 3)
-    assert [envs.make("webshop").paraphrase(TASK, index) for index in (3, 0, 3)] == [other, TASK, other]
-    few = wordings("i need a lamp")
-    assert paraphrase("i need a lamp", 1) == paraphrase("i need a lamp", 1 + len(few))  # the rules have no more
+    assert [envs.make("webshop").paraphrase(TASK, index) for index in (0, 3)] == [TASK, paraphrase(TASK, 3)]
 
 
 def test_nothing_that_is_asked_changes():

@@ -38,7 +38,6 @@ def test_gae_by_hand():
     np.testing.assert_allclose(gae([0.5, 0.2, 0.4], 1.0, 0.5, 0.5), [-0.3625, 0.15, 0.6])
     np.testing.assert_allclose(gae([0.5, 0.2, 0.4], 1.0, 1.0, 1.0), [0.5, 0.8, 0.6])  # R - V
     np.testing.assert_allclose(gae([0.5, 0.2, 0.4], 1.0, 0.9, 0.0), [0.9 * 0.2 - 0.5, 0.9 * 0.4 - 0.2, 0.6])
-    assert gae([], 1.0, 0.9, 0.9).shape == (0,)
 
 
 def test_forced_steps_are_no_turns():

@@ -95,13 +95,10 @@ def test_failures_are_counted_ranked_last_and_left_out_of_a_comparison():
     assert (a["states"], a["coverage"]) == (1, 3 / 7)  # the others have one score or none
     assert a[RHO].mean == 1 and a["failures last"] == pytest.approx((1 + 1 + 0) / 3)
     assert a["top-1"] == pytest.approx((1 + 1 + 0.5) / 3)  # no score at all: a blind choice
-    labels, rival = series([[0.0, 0.3, 0.6, 1.0]] * 6), series([[0.9, 0.2, 0.4, 0.6]] * 6)  # wrong about the first
-    assert metrics.difference(series([[None, 0.2, 0.4, 0.6]] * 6), rival, labels).mean() == 0
 
 
 def test_ceilings():
     assert metrics.permutation_ceiling(series([[0.0, 0.0, 1.0]])) == pytest.approx(math.sqrt(3) / 2)
-
     rng = np.random.default_rng(1)
     truth = series(rng.normal(size=(400, 4)).tolist())
     returns = pd.DataFrame(truth.to_numpy()[:, None] + rng.normal(size=(1600, 8)) * 2, truth.index)
@@ -134,8 +131,6 @@ def scored(name, context, actions=ACTIONS):
 def test_what_scores_say(context):
     assert scored("oracle", context) == pytest.approx([0.5 * 0.81, 0.81])
     assert len(set(scored("state_value", context))) == 1 and scored("step_index", context) == [0.0, 0.0]
-    random = scored("random", context)
-    assert scored("random", context, ACTIONS[::-1]) == random[::-1] and random[0] != random[1]
     logp = context.agent().logprobs([(root(FakeEnv()), a) for a in ACTIONS])
     assert scored("logprob", context) == pytest.approx(logp)
     assert scored("logprob_token", context) == pytest.approx([v / 5 for v in logp])
@@ -193,8 +188,6 @@ def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
     search = ["search", *LAKE, str(tmp_path), "--sft", str(agent), "-M", "3", "--limit", "5", "--scorer"]
     qval.main([*search, *names])
     assert list(downstream.rewards(results, "frozenlake")) == names
-    with pytest.raises(UserError, match="of frozenlake, not of webshop"):
-        downstream.rewards(results, "webshop")
     with pytest.raises(UserError, match="oracle_step"):  # who knows the true values steers no search
         qval.main([*search, "oracle"])
     flags = ["--trajectories", "3", "-K", "2", "--references", "exact", "policy", "--sft", str(agent)]

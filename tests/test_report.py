@@ -1,7 +1,5 @@
 """The report: tables against hand-computed numbers, what may stand in one row, and a page that is complete and safe."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -19,7 +17,7 @@ import report
 from experiments.frontier import frontier, training_tokens
 from qlass import UserError
 from qlass.files import read_jsonl
-from reporting import expected, figures, page, results, stats, tables
+from reporting import expected, figures, page, results, tables
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -60,7 +58,6 @@ def test_the_table_by_hand():
     # Rewards 0, .5, 1, .5 of greedy; QLASS .5, .5, 1, 1 with seed 0 and .5, 1, 1, 0 with seed 1.
     assert greedy["reward [95 %]"].startswith("0.500 [") and qlass["reward [95 %]"].startswith("0.688 [")
     assert (greedy["success"], qlass["success"]) == ("0.250", "0.500")
-    assert (qlass["tasks"], qlass["seeds"]) == ("4", "2")
     # Tokens: 100 prompt, 20 (seed 0) and 24 (seed 1) generated, 30 scored.
     assert (qlass["generated tokens"], qlass["tokens"]) == ("22", "152")
     # Four tasks of .5 each: a share z^2 / (4 + z^2) = .490 that was not seen may earn 0, or 1.
@@ -85,8 +82,6 @@ def test_what_a_scorer_costs_is_not_known_and_a_bar_of_fewer_seeds_says_so(tmp_p
     bars, differences = figures.labels(list(groups.values())).axes
     assert [text.get_text() for text in bars.get_yticklabels()] == ["QLASS M=2", "QLASS [x] M=2 (1 of 2 seeds)"]
     assert differences.get_xlabel() == "minus QLASS M=2, paired"
-    beyond = [stats.Estimate(0.9, 0.7, 1.2, n=3), stats.Estimate(0.5, math.nan, math.nan, n=1)]
-    assert figures.spread(beyond).ravel() == pytest.approx([0.2, 0, 0.1, 0])
 
 
 def differences(groups) -> dict[tuple[str, str], dict[str, str]]:
@@ -123,7 +118,6 @@ def test_expected_ranges_are_checked(tmp_path):
     assert expected.verdicts(groups, ranges) == [
         "agent .710, expected .70 to .73: ok", "QLASS M=4 .700, expected .76 to .80: not as expected",
     ]  # fmt: skip
-    assert expected.verdicts(groups, ranges[-1:]) == ["no range is expected for any of these results"]
 
 
 def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_refused(tmp_path, capsys):
@@ -312,9 +306,6 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     for name in ("q", "expert", "reward", "observation"):
         assert [node[name] for node in first] == [line.get(name) for line in nodes[:6]]
     assert (first[4]["action"], first[4]["thought"]) == ("click[b02]", "It is redder.")
-    texts = {"Thought: not Action: a\nAction: b": ("not Action: a", "b"), "look": ("", "look"), "Action:": ("", "")}
-    tree = [{"node_id": i, "parent_id": None, "task_id": "t", "task": "t", "action": a} for i, a in enumerate(texts)]
-    assert [(n["thought"], n["action"]) for n in page.viewer_tree(tree)["nodes"]] == list(texts.values())
 
 
 def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):

@@ -32,7 +32,6 @@ def test_splits_are_the_packages_and_disjoint():
     ids = {split: env.split_ids(split) for split in ("train", "val", "test_seen", "test_unseen", "all")}
     assert len({task.split("/", 1)[1] for task in ids["all"]}) == sum(map(len, ids.values())) - len(ids["all"])
     assert len({task.split("/")[1] for task in tasks.task_ids("eto")["all"]}) == 24
-    assert {task.split("/")[1] for task in tasks.task_ids("task-1-boil,melt")["all"]} == {"boil", "melt"}
     assert tasks.task_ids("find-plant") == tasks.task_ids("find-plant,task-4-find-plant")
     simulator = sciworld.simulators().nearest(sciworld.Task("boil", 0), ())
     for name in ("identify-life-stages-2", "power-component", "chemistry-mix", "lifespan-longest-lived"):
@@ -70,14 +69,11 @@ def test_published_splits(tmp_path):
         env.task_ids("test")
 
 
-def test_mistakes(env):
+def test_a_task_by_its_old_name_begins_as_in_etos_layout(env):
     with pytest.raises(envs.UserError, match="unknown task 'fry': choose of boil, "):
         envs.make("sciworld", tasks="boil,fry", simulators=1).task_ids("test")
     with pytest.raises(envs.UserError, match="boil 21 is in test_unseen, not in train"):
         env.reset(options={"task_id": "train/boil/21"})
-
-
-def test_a_task_by_its_old_name_begins_as_in_etos_layout(env):
     observation, info = env.reset(options={"task_id": "train/task-1-boil/0"})
     assert observation.startswith("Task Description:\n" + BOIL) and info["task"].startswith(BOIL)
     assert "teleport to kitchen" in info["valid_actions"]
@@ -115,8 +111,6 @@ def test_the_reward_is_the_best_score_so_far_also_when_the_task_is_spoilt_or_tim
     (_, early, going, _), (_, reward, terminated, _) = play(env, task, [start, "focus on air"])
     assert (early, going) == (0.0, False)
     assert env.step("look around")[4]["score"] < 0 < reward < 1 and terminated  # being outside had scored before
-    turns = play(envs.make("sciworld", max_steps=2, simulators=1), task, [start, "sing"])
-    assert turns[1][0] == sciworld.UNKNOWN and turns[1][1] > 0 and turns[1][2:] == (False, True)
     turns = play(envs.make("sciworld", max_steps="eto", simulators=1), task, ["look around"] * 10)
     assert [turn[3] for turn in turns] == [False] * 9 + [True]  # ETO's own limit for this task
 
@@ -177,8 +171,8 @@ def test_only_without_teleporting_instruction_candidates_and_expert_walk(env, si
     play(env, task, [])
     verbs = {action.split()[0] for _, action in env.candidates()}
     assert "teleport" in verbs and not verbs & {"go", "open"}
-    assert "teleport to LOC" in env.instruction and "go to LOC" not in env.instruction
-    assert "teleport" not in walker.instruction and "go to LOC" in walker.instruction
+    assert [("teleport to LOC" in e.instruction, "go to LOC" in e.instruction) for e in (env, walker)] == [
+        (True, False), (False, True)]  # fmt: skip
     play(walker, task, [])
     offered = dict(map(reversed, walker.candidates()))
     doors = {action for action in offered if action.startswith("open")}
@@ -201,14 +195,12 @@ def test_capitals_and_blanks_are_nothing_to_the_simulator(env):
 
 def test_a_copy_of_the_lazy_info_is_complete():
     asked = []
-    by_json, by_pickle = (lambda info, kind=kind: kind.loads(kind.dumps(info)) for kind in (json, pickle))
-    for how in (dict, copy.copy, lambda info: {"more": 1} | info, by_json, by_pickle):
+    by_pickle = lambda info: pickle.loads(pickle.dumps(info))  # noqa: E731
+    for how in (dict, copy.copy, lambda info: json.loads(json.dumps(info)), by_pickle):
         info = sciworld.Lazy({"score": 0.5}, valid_actions=lambda: asked.append(1) or ["wait"])
         asked.clear()
         assert info["score"] == 0.5 and not asked  # they cost: only when they are wanted
-        copied = how(info)
-        assert copied["valid_actions"] == ["wait"] == info["valid_actions"] and copied["score"] == 0.5
-        assert len(asked) == (2 if how is copy.copy else 1)  # which is as lazy
+        assert how(info)["valid_actions"] == ["wait"] == info["valid_actions"]
 
 
 def test_candidates_know_of_what_is_held_by_what_was_read_alone():

@@ -179,17 +179,6 @@ def test_a_reply_that_is_none_stops_the_run(fake, pauses, kind, reply, problem):
     assert len(fake.sampled()) == 1 and not pauses and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("message", "end", "text"),
-    [({"content": None, "refusal": "No."}, "stop", "No."), ({"reasoning_content": "so"}, "length", "")],
-)
-def test_a_chats_reply(fake, message, end, text):
-    fake.script += [429, said(message, end)]
-    reply = Server(fake.url).chat(QUESTION, temperature=0.7, seed=1)
-    assert (reply.text, reply.cut) == (text, end == "length")
-    assert (fake.seen[-1]["messages"], fake.seen[-1]["seed"]) == ([{"role": "user", "content": QUESTION[0][1]}], 1)
-
-
 GOOD = [
     choice("Action: a", "length", written=12),
     choice("Action: a", None, LENGTH),
@@ -295,13 +284,9 @@ def test_nobody_there_and_what_is_asked_of_no_server(capsys):
 
 def test_flags_change_what_the_checkpoint_says(tmp_path, fake):
     save_checkpoint(tiny_lm(CHAT), CHAT, tmp_path)
-    flags = (
-        f"--sft {tmp_path} --max-new-tokens 5 --top-p .5 --top-k 3 --cache-gb 0.5 --stop Observation: --truncate oldest"
-    )
-    agent = load_agent(q_search.arguments(flags.split()))
-    r = agent.chat.rendering
+    flags = f"--sft {tmp_path} --max-new-tokens 5 --top-p .5 --top-k 3 --stop Observation: --truncate oldest"
+    r = load_agent(q_search.arguments(flags.split())).chat.rendering
     assert (r.max_new_tokens, r.top_p, r.top_k, r.stop, r.truncate) == (5, 0.5, 3, ("Observation:",), "oldest")
-    assert agent.cache.room == 1 << 29
     flags = ["--sft", str(tmp_path), "--server", f"{fake.url}#second", "--top-k", "3"]
     there = load_agent(q_search.arguments(flags))
     assert (there.server.model, there.chat.rendering.top_k, there.chat.context) == ("second", 3, 4096)

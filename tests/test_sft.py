@@ -12,7 +12,6 @@ import pytest
 import torch
 from fakes import FakeEnv, tiny_lm, training_settings, word_chat
 
-import q_search
 import sft
 from qlass import UserError
 from qlass.agent import begin_as_cloned, load_policy
@@ -76,8 +75,7 @@ def test_the_learning_rate_rises_and_falls():
     rate = [cosine(step, 100) for step in range(100)]
     assert rate[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])  # 3 % of the steps
     assert rate[3 + 97 // 2] == pytest.approx(0.5, abs=0.02) and 0 < rate[-1] < 0.001
-    assert all(a >= b for a, b in pairwise(rate[3:]))
-    assert [cosine(s, 1) for s in range(1)] == [1]
+    assert all(a >= b for a, b in pairwise(rate[3:])) and cosine(0, 1) == 1
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +110,6 @@ def test_every_twentieth_task_is_held_out():
     learned, held_out = sft.hold_out(expert)
     assert held_out == shown(*(played(task, trial) for task in range(0, 400, 20) for trial in range(2)))
     assert learned == [demonstration for demonstration in expert if demonstration not in held_out]
-    assert [len(part) for part in sft.hold_out(expert[:128])] == [2 * (64 - 16), 2 * 16]
     assert sft.hold_out(expert[:126]) == (expert[:126], [])  # too few to spare any
 
 
@@ -131,8 +128,6 @@ def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     assert chat.tokenizer.convert_ids_to_tokens(last.ids) == words
     assert [at for at, *_ in last.targets] == [4, 5, 6]
     assert list(sft.examples_of(chat, shown(STATE), 100)) == [other, last]
-    hasty = State((("user", "you stand"), *STATE.messages[3:]), STATE.task)  # without the agent's OK
-    assert len(list(sft.examples_of(chat, shown(hasty), 100))) == 2
     # With --observation-loss the action's last token predicts the answer, if there is one.
     foretold = [(len(other.ids) - 1, token, 0.5) for token in last.ids[:5]]
     answered = sft.Example(other.ids + last.ids[:5], other.targets + foretold)
@@ -188,7 +183,6 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     assert cloned.state.messages[:3] == state.messages[:3] == (
         ("system", "Be brief."), ("user", "You are shopping."), ("assistant", turns[1]["value"])
     )  # fmt: skip
-    q_search.main([*run, "--method", "greedy", "--limit", "1"])
     env.instruction, env.system = "another", "Be kind."
     begin_as_cloned(env, Rendering(system=""), argparse.Namespace(env_option=[]))
     assert env.system == ""  # the demonstrations had none
@@ -205,7 +199,6 @@ def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):
         ("their first system differs", [ETO, ETO | {"system": "Be long."}], shop),
         ("their first instruction differs", [ETO, other], {}),
         ("1 of 2 demonstrations begin without an instruction and the agent's OK", [ETO, at_once], shop),
-        ("1 of 1 demonstrations begin without", [at_once], {}),
     ):
         (tmp_path / "expert.json").write_text(json.dumps(records))
         assert first_messages(FakeEnv(), read(tmp_path / "expert.json", FakeEnv())) == shared

