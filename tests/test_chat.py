@@ -191,13 +191,13 @@ def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path):
     chat = chat_of(template, date="2024-07-26")
     assert chat.tokenizer.decode(chat.prompt(STATE)).startswith("Today: 26 Jul 2024\n")
     chat.save(tmp_path)
-    assert Rendering.load(tmp_path).date == "2024-07-26" and CHATS["chatml"].rendering.date is None
+    assert Rendering.load(tmp_path).date == "2024-07-26"
     assert chat_of(template).rendering.date == datetime.date.today().isoformat()
 
 
 def test_system_messages_and_spaces_at_a_messages_ends():
     spaced = State(tuple((role, f"\n{content} \n") for role, content in SYSTEM.messages))
-    for words in ("m.content", "m.content | trim", "' ' + m.content.strip() + ' '"):
+    for words in ("m.content", "' ' + m.content.strip() + ' '"):
         chat = chat_of(CHATML.replace("m.content", words))
         written = chat.tokenizer.apply_chat_template(SYSTEM.dump(), tokenize=False, add_generation_prompt=True)
         assert chat.tokenizer.decode(chat.prompt(SYSTEM)) == chat.tokenizer.decode(chat.prompt(spaced)) == written
@@ -227,8 +227,6 @@ def test_prompts_beyond_the_context():
         assert chat.is_cut(asked) and sum(map(len, lists)) <= 35
         assert lists == whole[:stays] + whole[stays - len(lists) :]  # instruction, task and the newest turns
         assert sum(map(len, lists + whole[stays : stays + 2])) > 35  # no more than had to go
-    chat.context = 8
-    assert not chat.fits(state, "")
 
 
 @pytest.mark.parametrize(

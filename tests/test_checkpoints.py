@@ -256,7 +256,6 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent, learned_from):
     assert moved(merged, start) == LINEAR
     adapter = peft.PeftModel.from_pretrained(hf.AutoModelForCausalLM.from_pretrained(agent), folder)
     close(adapter(IDS).logits, merged(IDS).logits)
-    assert adapter.peft_config["default"].lora_alpha == 3
     model, _ = models.load_checkpoint(folder, hf.AutoModel, None, train=True)
     for p, q in zip(model.parameters(), merged.model.parameters(), strict=True):
         close(p, q)

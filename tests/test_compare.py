@@ -106,9 +106,6 @@ def test_paraphrased_candidates(search, monkeypatch):
     monkeypatch.setattr(FakeEnv, "paraphrase", lambda self, task, n: asked.append(n) or f"{'the ' * n}{task}")
     assert {line["label"] for line in search("--method", "likeliest", "-M", "3", "--paraphrase")} == {"paraphrased"}
     assert set(asked) == {0, 1, 2}  # each of the M under its own wording
-    search("--method", "greedy", out="plain.jsonl")
-    with pytest.raises(UserError, match="--paraphrase None, not 0"):
-        search("--method", "greedy", "--paraphrase", out="plain.jsonl")
 
 
 def test_a_look_up_knows_the_mean_q_of_a_move_and_of_an_unseen_one_the_mean_of_all():

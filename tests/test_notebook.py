@@ -28,4 +28,3 @@ def test_its_cells_run(tmp_path, monkeypatch):
     plt.close("all")
     assert [picture.split()[0] for picture in shown] == ["<svg", "<svg", "<figure", "<svg"]
     assert f"step {len(space['steps'])}" in shown[-1] and space["of"]["qlass"]["steps"] == space["steps"]
-    assert "branch 1" in shown[0] and 'fill="#aceebb"' in shown[0]

@@ -126,7 +126,6 @@ def test_a_batch_steps_side_by_side_and_a_done_game_stands_still(made):
     again = env.step(("look", "inventory"))
     assert again[0][1] == "You are not carrying anything." and "look" in infos["admissible_commands"][1]
     assert [again[0][0], again[1][0], again[2][0]] == [env.last[0][0], 1, True] and "nothing" not in again[0][0]
-    assert again[3]["extra.gamefile"] == [None, None]
     short = AlfredTWEnv(config(made, max_steps=2)).init_env(batch_size=1)
     short.reset()
     assert [short.step(["look"])[2] for _ in range(2)] == [(False,), (True,)]
@@ -206,9 +205,8 @@ def test_the_file_of_products_that_is_named_is_read_or_the_first_of_it(tmp_path)
     shops = [WebAgentTextEnv("text", file_path=tmp_path / f"{name}.json", num_products=n) for name, n in asked]
     assert [len(env.server.shop.products) for env in shops] == [60, 30, 30]
     assert [*shops[1].server.goals] == [*shops[2].server.goals]
-    for missing in ("items_shuffle_2.json", "nowhere/items_shuffle.json"):
-        with pytest.raises(UserError, match=f"{missing}: found none of"):
-            WebAgentTextEnv("text", file_path=tmp_path / missing)
+    with pytest.raises(UserError, match=r"items_shuffle_2.json: found none of"):
+        WebAgentTextEnv("text", file_path=tmp_path / "items_shuffle_2.json")
 
 
 def test_default_arguments_and_the_id_of_the_original():

@@ -65,8 +65,7 @@ def test_only_outputs_that_are_not_finite_have_no_plain_way_out():
 def test_what_cannot_read_token_trees_is_refused(name, tmp_path):
     tiny(name).save_pretrained(tmp_path)
     CHAT.save(tmp_path)
-    with pytest.raises(UserError, match="--plain reads it") as error:
+    with pytest.raises(UserError, match="--plain reads it"):
         load_policy(tmp_path)
-    assert "\n" not in str(error.value)
     first = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")))
     assert load_policy(tmp_path, plain=True).sample([Sample(first, 2, ("t",), 0.0)])

@@ -32,7 +32,6 @@ def test_splits_are_the_packages_and_disjoint():
     ids = {split: env.split_ids(split) for split in ("train", "val", "test_seen", "test_unseen", "all")}
     assert len({task.split("/", 1)[1] for task in ids["all"]}) == sum(map(len, ids.values())) - len(ids["all"])
     assert len({task.split("/")[1] for task in tasks.task_ids("eto")["all"]}) == 24
-    assert tasks.task_ids("find-plant") == tasks.task_ids("find-plant,task-4-find-plant")
     simulator = sciworld.simulators().nearest(sciworld.Task("boil", 0), ())
     for name in ("identify-life-stages-2", "power-component", "chemistry-mix", "lifespan-longest-lived"):
         simulator.load(sciworld.Task(name, 0))

@@ -27,7 +27,6 @@ def test_best_branch_by_hand():
     line = best_branch(tree(expert, node(2, 0, depth=1), fair, *longer))
     assert [m["content"] for m in line["messages"]] == ["start", "Action: 2", "saw 2", "Action: 3"]
     assert (line["task_id"], line["env"], line["task"], line["reward"]) == ("t", "fake", "find", 0.6)
-    assert best_branch(tree(expert)) is None
     # The agent continues from the expert's node: its own branch all the same.
     assert best_branch(tree(node(2, 0, source="expert"), fair))["reward"] == 0.6
 
