@@ -299,9 +299,12 @@ def training_settings(**more: Any) -> argparse.Namespace:
     return argparse.Namespace(**settings | more)
 
 
-def json_server(answer: Callable[[dict], tuple], models: Any = ({"id": "first"},)):
-    """A server, not started yet: `answer` gives status, body and perhaps headers for each body posted; a GET lists
-    the models. Status 0 resets the connection; a body of bytes is sent as it is."""
+@contextlib.contextmanager
+def serving(answer: Callable[[dict], tuple], models: Any = ({"id": "first"},)) -> Iterator[str]:
+    """A server's URL: `answer` gives status, body and perhaps headers for each body posted; a GET lists the models.
+
+    Status 0 resets the connection; a body of bytes is sent as it is.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -324,19 +327,10 @@ def json_server(answer: Callable[[dict], tuple], models: Any = ({"id": "first"},
             pass
 
     kind = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 128})  # of 5 it resets others
-    server = kind(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    return server
-
-
-def started(server: ThreadingHTTPServer) -> ThreadingHTTPServer:
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    return server
-
-
-def stopped(server: ThreadingHTTPServer) -> None:
-    server.shutdown()
-    server.server_close()
+    with kind(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
 
 
 def free_port() -> str:

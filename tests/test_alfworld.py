@@ -131,6 +131,8 @@ def test_generated_games(made):
     known = set(layouts["train"])
     assert set(layouts["valid_seen"]) <= known and not set(layouts["valid_unseen"]) & known
     assert all(len(same) == 1 for same in problems.values())
+    one, same, other = ([content for _, content in make_alfworld.games(seed, 9)] for seed in (0, 0, 1))
+    assert one == same != other
 
 
 @settings(max_examples=30)

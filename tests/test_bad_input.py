@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fakes import FakeEnv, dump
+from test_bellman import node
 
 import bellman
 import train_qnet
@@ -15,13 +16,6 @@ from qlass.published import Demonstration, by_task, cloned_from, learned_tasks, 
 from qlass.results import leaks
 from reporting.expected import read_ranges
 from reporting.results import lines_of
-
-
-def node(i: int, parent: int | None, **more) -> dict:
-    goal = {"role": "user", "content": "go"}
-    first = {"messages": [goal], "task": "", "env": "fake", "action": None} if parent is None else {"action": f"go {i}"}
-    fields = {"task_id": "a", "node_id": i, "parent_id": parent, "observation": "here", "reward": 0.0, "done": False}
-    return fields | {"source": "policy", "branch": 0, "depth": 0, "q": 0.5, "q_raw": 0.5} | first | more
 
 
 def tree(*nodes: dict) -> str:
@@ -41,9 +35,8 @@ LEFT = turn("Action: left")
 CHAT = [turn("go", "user"), LEFT]
 THEIRS = [{"from": role, "value": text} for role, text in (("system", "be brief"), ("human", "go"), ("gpt", "left"))]
 RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "reward": 1, "tokens": {"prompt": 1}}
-ROOT, LEAF = node(0, None), node(1, 0, reward=1.0, done=True)
-
-
+ROOT = node(0, None, messages=CHAT[:1], task="", env="fake", action=None, source="policy", q=0.5)
+LEAF = node(1, 0, 1.0, done=True, source="policy", q=0.5)
 READERS = {
     "expert.jsonl": lambda path: read(path, FakeEnv()),
     "trees.jsonl": lambda path: bellman.main(["--trees", str(path), "--run", str(path.parent / "run")]),
@@ -61,13 +54,13 @@ BAD = {
     ],
     "trees.jsonl": [
         ("", "holds no trees"),
-        (tree(ROOT, LEAF).splitlines()[0] + "\n", ": the tree of task a is cut"),
+        (tree(ROOT, LEAF).splitlines()[0] + "\n", ": the tree of task t is cut"),
         (tree(ROOT, LEAF) * 2, ":3: node 0 is before its parent, or twice"),
         (tree(ROOT, LEAF | {"reward": "1"}), ":2: reward can't be '1'"),
     ],
     "q_labels.jsonl": [
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q"),
-        (tree(ROOT | {"messages": CHAT[::-1]}, LEAF), "the tree of task a: turn 1 is"),
+        (tree(ROOT | {"messages": CHAT[::-1]}, LEAF), "the tree of task t: turn 1 is"),
     ],
     "results.jsonl": [
         (dump([RESULT, RESULT | {"reward": 1.5}]), ":2: reward can't be 1.5"),
@@ -94,7 +87,7 @@ BAD = {
 
 @pytest.mark.parametrize(("name", "content", "says"), [(name, *case) for name, cases in BAD.items() for case in cases])
 def test_a_bad_file_is_named_with_its_line_and_its_fault(name, content, says, tmp_path):
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=re.escape(name) + ".*" + re.escape(says)):
         READERS[name](tmp_path / name)
     assert not (tmp_path / "run" / "q_labels.jsonl").exists()

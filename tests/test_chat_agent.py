@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from fakes import FakeEnv, json_server, started, stopped
+from fakes import FakeEnv, serving
 
 import report
 from integrations import chat_agent
@@ -27,7 +27,6 @@ class Fake:
         self.text, self.details = "Thought: {seed}\nAction: right\nObservation: you win", None
         self.seen, self.message, self.end = [], None, "stop"
         self.prompt = lambda words: words
-        self.http = started(json_server(self.answer))
 
     def answer(self, body):
         self.seen.append(body)
@@ -43,12 +42,12 @@ class Fake:
 def fake(monkeypatch):
     monkeypatch.setattr("envs.from_arguments", lambda args, **options: World(**options))
     server = Fake()
-    yield server
-    stopped(server.http)
+    with serving(server.answer) as server.url:
+        yield server
 
 
 def played(fake, run, *flags):
-    chat_agent.main(["--run", str(run), "--server", fake.http.url, "--limit", "2", *flags])
+    chat_agent.main(["--run", str(run), "--server", fake.url, "--limit", "2", *flags])
     return list(read_jsonl(run / "results_first.jsonl"))
 
 
@@ -92,6 +91,8 @@ def test_no_answer_is_asked_for_twice(fake, tmp_path):
     assert lines[2]["tokens"] == {"prompt": 13 + 2 * 13, "generated": 42, "scored": 0}  # the first page is read once
     assert played(fake, tmp_path, *flags) == lines and len(fake.seen) == 12
     assert len({b["seed"] for b in fake.seen}) == 12
+    with pytest.raises(UserError, match=r"begun with --temperature 0\.7, not 0"):
+        played(fake, tmp_path, "--temperature", "0")
     played(fake, tmp_path, "--overwrite", "--temperature", "0")
     assert len(fake.seen) == 18
 

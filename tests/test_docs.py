@@ -27,6 +27,8 @@ def test_the_page_and_its_pictures_are_what_the_code_and_the_lines_give():
     pictures = {path.name: path.read_text(encoding="utf-8") for path in build.LINES.glob("*.svg")}
     assert pictures == build.episodes() | build.trees(), again
     assert all(f"walkthrough/{name})" in page + build.README.read_text(encoding="utf-8") for name in pictures)
+    for name, file in re.findall(r"\[`(\w+)`\]\(\.\./(\w+\.py)\)", page):
+        assert re.search(rf"(def|class) {name}\b", (build.ROOT / file).read_text(encoding="utf-8")), name
     raw = {str(node["node_id"]): f"{round(node['q_raw'], 4):g}" for node in build.read("lake/q_labels.jsonl")}
     table = re.findall(r"^\| (\d+) \| .* \| (\S+) \| \S* ?\|$", page, re.M)
     assert len(table) == 9 and set(table) <= set(raw.items())

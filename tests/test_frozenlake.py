@@ -76,6 +76,9 @@ def test_texts_rewards_and_limits():
     for task in ("4x4/50", "4x4/11", "lakes/99/00"):  # beyond the map, a hole, no such lake
         with pytest.raises(envs.UserError, match="frozenlake"):
             env.reset(options={"task_id": task})
+    env = envs.make("frozenlake", map="lakes")
+    assert env.reset(options={"task_id": "lakes/7/00"})[0] == "At cell 00 of lake 7."
+    assert env.instruction.endswith("\n".join(generate_random_map(4, seed=7)).replace("S", "F"))
     observation, _ = envs.make("frozenlake", map="random4").reset(options={"task_id": "random4/15"})
     rows = [" ".join(row.replace("S", "F")) for row in generate_random_map(4, seed=15)]
     around = "Around you: left the edge, down ice, right a hole, up the edge."

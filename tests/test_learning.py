@@ -80,8 +80,9 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypa
         train(learner, "again", budget, *flags)
     train(learner, "again", budget, *flags)
     assert contents(tmp_path / "again") == contents(tmp_path / "one")
-    with pytest.raises(UserError, match="are spent: raise --budget"):  # its best agent may have cost more
-        train(learner, "again", 20, *flags)
+    for spent, lr, says in ((budget, ["--lr", "0.5"], "begun with --lr"), (20, [], "are spent: raise --budget")):
+        with pytest.raises(UserError, match=says):  # of fewer steps the best agent may be another
+            train(learner, "again", spent, *flags, *lr)
 
 
 def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monkeypatch):

@@ -114,6 +114,8 @@ def test_games_of_a_split_in_the_order_of_the_seed(made):
         rng.shuffle(order)
         for at in range(start, 9, 3):
             assert env.reset()[1]["extra.gamefile"] == order[at : at + 3]
+    every, clean = (AlfredTWEnv(config(made, task_types=types)).game_files for types in (range(1, 7), [3]))
+    assert clean == [path for path in every if "pick_clean" in path] != []
 
 
 def test_a_batch_steps_side_by_side_and_a_done_game_stands_still(made):
@@ -133,6 +135,7 @@ def test_a_batch_steps_side_by_side_and_a_done_game_stands_still(made):
 
 def test_what_alfworlds_class_leaves_out_or_refuses(made, tmp_path, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))  # test_docs.py plays without it
+    assert envs.environment_class("alfworld").default_options() == {"data": str(tmp_path)}
     shutil.copytree(made / "json_2.1.1/train", tmp_path / "json_2.1.1/train")
     few = AlfredTWEnv(config(tmp_path))
     file = Path(few.game_files[0])

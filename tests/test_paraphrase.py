@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from fakes import FakeEnv, json_server, run, started, stopped, word_chat
+from fakes import FakeEnv, run, serving, word_chat
 
 import envs
 import q_search
@@ -108,10 +108,9 @@ def test_a_servers_wording_is_one_line_and_the_task_itself_if_it_says_nothing():
         status, content = next(replies)
         return status, {"choices": [{"message": {"content": content}}]}
 
-    http = started(json_server(answer))
-    ask = by_server(http.url)
-    assert [ask(TASK, n) for n in range(3)] == [TASK, "one line", TASK]
-    assert seen[-1]["model"] == "first" and seen[-1]["messages"][0]["content"].endswith(TASK)
-    with pytest.raises(UserError, match=r"--paraphrase-server.*404"):
-        ask(TASK, 3)
-    stopped(http)
+    with serving(answer) as url:
+        ask = by_server(url)
+        assert [ask(TASK, n) for n in range(3)] == [TASK, "one line", TASK]
+        assert seen[-1]["model"] == "first" and seen[-1]["messages"][0]["content"].endswith(TASK)
+        with pytest.raises(UserError, match=r"--paraphrase-server.*404"):
+            ask(TASK, 3)

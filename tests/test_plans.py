@@ -40,6 +40,8 @@ def test_a_table_by_hand():
     assert (second["difference [95 %]"][:6], second["tokens"]) == ("+0.000", "100 / 110")
     assert "N = 4" in second["comparison"]
     assert third["difference [95 %]"] == "not played" and third["p"] == ""
+    (going_on,) = plans.table(pd.DataFrame([plan(*planned[0]) | {"planned": "4"}]), RESULTS).to_dict("records")
+    assert going_on["difference [95 %]"] == first["difference [95 %]"] and "p" not in going_on
     p = stats.ttest_1samp([0.1, 0.2, 0.3], 0.0).pvalue
     assert (float(first["p"]), float(first["over all"])) == pytest.approx((p, 2 * p), abs=2e-4)
 

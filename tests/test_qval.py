@@ -95,6 +95,8 @@ def test_failures_are_counted_ranked_last_and_left_out_of_a_comparison():
     assert (a["states"], a["coverage"]) == (1, 3 / 7)  # the others have one score or none
     assert a[RHO].mean == 1 and a["failures last"] == pytest.approx((1 + 1 + 0) / 3)
     assert a["top-1"] == pytest.approx((1 + 1 + 0.5) / 3)  # no score at all: a blind choice
+    labels, rival = series([[0.0, 0.3, 0.6, 1.0]] * 6), series([[0.9, 0.2, 0.4, 0.6]] * 6)  # wrong about the first
+    assert metrics.difference(series([[None, 0.2, 0.4, 0.6]] * 6), rival, labels).mean() == 0
 
 
 def test_ceilings():

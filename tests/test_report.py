@@ -182,34 +182,25 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_t
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("label", "other", "says"),
     [
-        ({"sft": "other", "tasks": "z"}, "SFT greedy with different --sft of one seed .a, other.*, not one row: name"),
-        ({"seed": 1, "qnet_trees": 9}, "QLASS with different --trees of qnet .4, 9"),
+        ("", {"sft": "z", "tasks": "z"}, "/one/results.* and .*/two/results.*: SFT greedy with different --sft of one"),
+        ("", {"seed": 1, "qnet_trees": 9}, "QLASS with different --trees of qnet .4, 9"),
+        ("other=", {"seed": 1, "qnet_trees": 9}, None),  # labels tell them apart
+        (
+            "other=",
+            {"results_protocol": PROTOCOL | {"version": "1"}},
+            "lake with different version .0, 1., not one table",
+        ),
+        ("other=", {"results_protocol": PROTOCOL | {"max_steps": 8}}, "lake with different max_steps .None, 8"),
+        ("other=", {"results_protocol": PROTOCOL | {"data": {"data": "2"}}}, "lake with different data"),
+        ("other=", {"results_protocol": PROTOCOL | {"temperature": 1.0, "tokens": "real"}}, None),
     ],
 )
-def test_what_is_not_the_same_is_not_pooled(tmp_path, other, says):
+def test_what_is_not_the_same_is_not_pooled_and_what_has_another_protocol_is_in_no_table(tmp_path, label, other, says):
     first, second = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", **other)
-    with pytest.raises(UserError, match=says) as error:
-        groups_of(first, second)
-    assert str(error.value).startswith(f"{first}/results.jsonl and {second}/results.jsonl: ")
-    if "tasks" not in other:
-        assert len(groups_of(first, f"other={second}")) == 6  # labels tell them apart
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"version": "1"}, "lake with different version .0, 1., not one table: report on each alone"),
-        ({"max_steps": 8}, "lake with different max_steps .None, 8"),
-        ({"data": {"data": "2"}}, "lake with different data"),
-        ({"temperature": 1.0, "tokens": "real"}, ""),
-    ],
-)
-def test_a_table_has_one_protocol_whatever_its_labels(tmp_path, change, says):
-    first, second = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", results_protocol=PROTOCOL | change)
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
-        assert len(groups_of(first, f"other={second}")) == 6
+        assert len(groups_of(first, f"{label}{second}")) == 6
 
 
 def test_a_table_has_no_tasks_that_its_longest_row_has_not(tmp_path, capsys):

@@ -110,6 +110,8 @@ def test_the_reward_is_the_best_score_so_far_also_when_the_task_is_spoilt_or_tim
     (_, early, going, _), (_, reward, terminated, _) = play(env, task, [start, "focus on air"])
     assert (early, going) == (0.0, False)
     assert env.step("look around")[4]["score"] < 0 < reward < 1 and terminated  # being outside had scored before
+    turns = play(envs.make("sciworld", max_steps=2, simulators=1), task, [start, "sing"])
+    assert turns[1][0] == sciworld.UNKNOWN and turns[1][1] > 0 and turns[1][2:] == (False, True)
     turns = play(envs.make("sciworld", max_steps="eto", simulators=1), task, ["look around"] * 10)
     assert [turn[3] for turn in turns] == [False] * 9 + [True]  # ETO's own limit for this task
 
@@ -194,8 +196,7 @@ def test_capitals_and_blanks_are_nothing_to_the_simulator(env):
 
 def test_a_copy_of_the_lazy_info_is_complete():
     asked = []
-    by_pickle = lambda info: pickle.loads(pickle.dumps(info))  # noqa: E731
-    for how in (dict, copy.copy, lambda info: json.loads(json.dumps(info)), by_pickle):
+    for how in (dict, copy.copy, lambda info: json.loads(json.dumps(info)), lambda i: pickle.loads(pickle.dumps(i))):
         info = sciworld.Lazy({"score": 0.5}, valid_actions=lambda: asked.append(1) or ["wait"])
         asked.clear()
         assert info["score"] == 0.5 and not asked  # they cost: only when they are wanted

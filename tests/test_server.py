@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fakes import json_server, save_agent, started, stopped, tiny_backbone, tiny_lm, word_chat
+from fakes import save_agent, serving, tiny_backbone, tiny_lm, word_chat
 
 import q_search
 from qlass import UserError
@@ -45,8 +45,6 @@ class Fake:
 
     def __init__(self) -> None:
         self.script, self.seen, self.models = [], [], [{"id": "first"}]
-        self.http = started(json_server(self.answer, self.models))
-        self.url = self.http.url
 
     def answer(self, body: dict) -> tuple:
         self.seen.append(body)
@@ -74,8 +72,8 @@ def pauses(monkeypatch):
 @pytest.fixture
 def fake():
     server = Fake()
-    yield server
-    stopped(server.http)
+    with serving(server.answer, server.models) as server.url:
+        yield server
 
 
 def texts(policy: ServerPolicy, *requests: Sample) -> list[str]:
@@ -222,10 +220,8 @@ def test_a_server_that_is_busy_or_away_is_waited_for(fake, failure, pauses, caps
 
 @pytest.mark.parametrize(("text", "told"), [("Action: left", True), ("Action: left {seed}", False)])
 def test_a_server_whose_seeds_do_nothing_is_told_of(capsys, text, told):
-    http = started(json_server(lambda body: (200, choice(text.format(**body) if body["temperature"] == 2 else "left"))))
-    drawn = texts(ServerPolicy(http.url, CHAT), request(4))
-    stopped(http)
-    assert drawn == ["left"] * 4  # of which an agent may be sure
+    with serving(lambda body: (200, choice(text.format(**body) if body["temperature"] == 2 else "left"))) as url:
+        assert texts(ServerPolicy(url, CHAT), request(4)) == ["left"] * 4  # of which an agent may be sure
     assert ("ignores seeds" in capsys.readouterr().err) == told
 
 

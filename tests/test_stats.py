@@ -79,6 +79,9 @@ def test_blocks_are_sampled_not_their_tasks():
     by_block, by_task, alone = interval(series(tasks), blocks), interval(series(tasks)), bootstrap(outcome.values())
     assert (by_block.low, by_block.high, by_block.p) == pytest.approx((alone.low, alone.high, alone.p))
     assert by_block.n == by_task.n == 50 and by_block.high - by_block.low > 2 * (by_task.high - by_task.low)
+    values = {("a1", 0): 1.0, ("a2", 0): 1.0, ("a3", 0): 0.0, ("b", 0): 0.0}  # b, of no block, is one of its own
+    estimate = interval(series(values), {"a1": "a", "a2": "a", "a3": "a"})  # .5 -+ (2 - 1.5) / 2
+    assert (estimate.mean, estimate.low, estimate.high) == pytest.approx((0.5, 0.25, 0.75))
 
 
 def test_a_seed_that_lacks_a_task_takes_the_task_out_of_the_interval_not_the_seeds():

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from fakes import FakeEnv, json_server, started, stopped
+from fakes import FakeEnv, serving
 
 from integrations.values import step_reward, turn_values
 from qlass import UserError
@@ -69,9 +69,8 @@ def test_a_rollout_of_verifiers_has_step_rewards(qnet):
 
     row = {"prompt": state.dump()[:3], "info": {"task_sentence": state.task}}
     env = World(dataset=Dataset.from_list([row]), rubric=vf.Rubric(funcs=[lambda state: state.total_step_reward()]))
-    server = started(json_server(model))
-    client = vf.ClientConfig(api_base_url=f"{server.url}/v1")
-    out = env.generate_sync(env.get_dataset().to_list(), client, model="m", state_columns=["trajectory"])["outputs"][0]
-    stopped(server)
+    with serving(model) as url:
+        client, rows = vf.ClientConfig(api_base_url=f"{url}/v1"), env.get_dataset().to_list()
+        out = env.generate_sync(rows, client, model="m", state_columns=["trajectory"])["outputs"][0]
     assert list(itertools.accumulate(step["reward"] for step in out["trajectory"])) == expected
     assert out["reward"] == pytest.approx(sum(step["reward"] for step in out["trajectory"]))
