@@ -30,7 +30,6 @@ def fake_world(monkeypatch):
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """Games of ALFWorld."""
     return make_alfworld.write(tmp_path_factory.mktemp("made") / "games", seed=3, train=150)
 
 

@@ -104,10 +104,8 @@ ONE += "go to countertop 1; take apple 2 from countertop 1; go to drawer 1;"
 
 @pytest.mark.parametrize(("game", "commands", "left"), [
     # a thing is looked at in the hand under a lamp that is on
-    (LAMP, "go to countertop 1; take mug 1 from countertop 1", 1),
     (LAMP, "go to countertop 1; use desklamp 1; take mug 1 from countertop 1", 0),
     # two must lie in the same receptacle
-    (TWO, "go to countertop 1", 7),
     (TWO, ONE + "open drawer 2; move apple 2 to drawer 2", 2),
     (TWO, ONE + "move apple 2 to drawer 1", 0),
 ])  # fmt: skip
@@ -290,12 +288,9 @@ def test_a_task_in_an_annotators_words_is_played_for_the_goal_and_without_though
     assert told(game.goal, sentence) == (sentence not in PEOPLE)
 
 
-VERDICT = '"solvable": true'
-
-
 @pytest.mark.parametrize(("change", "words"), [
-    (lambda text: text.replace(VERDICT, '"solvable": null'), "does not say whether it is solvable"),
-    (lambda text: text.replace(VERDICT, '"solvable": false'), "is marked as unsolvable"),
+    (lambda text: text.replace('"solvable": true', '"solvable": null'), "does not say whether it is solvable"),
+    (lambda text: text.replace('"solvable": true', '"solvable": false'), "is marked as unsolvable"),
     (lambda text: text[:900], "the file may be truncated"),
 ])  # fmt: skip
 def test_a_broken_game_is_skipped_as_by_the_original_and_not_called_unsolvable(made, tmp_path, caplog, change, words):

@@ -15,8 +15,6 @@ from qlass.chat import Rendering
 from qlass.messages import State, parse_action
 from qlass.published import Demonstration
 
-FREE = Rendering(temperature=0.9)
-
 
 def shown(*actions: str, begin: str = "you stand at start", **fields) -> Demonstration:
     turns = [turn for action in actions for turn in (("user", "hm"), ("assistant", action))][1:]
@@ -32,9 +30,9 @@ def line(*actions: str, begin: str = "you stand at start", **more) -> dict:
 def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, prune="branch", expert=None,
          steps=None, **options):  # fmt: skip
     """The tree's nodes as {path: (reward, source, branch)}, and the requests as (path, n)."""
-    env = FakeEnv(world, **options)
+    env, free = FakeEnv(world, **options), Rendering(temperature=0.9)
     answer = script if callable(script) else Script(script)
-    tree = explore(env, "train0", FREE, depth, width, rollouts, with_expert or expert is not None, prune, expert, steps)
+    tree = explore(env, "train0", free, depth, width, rollouts, with_expert or expert is not None, prune, expert, steps)
     root, asked = run(tree, answer)
     nodes = {path_of(n.state): (n.reward, n.source, n.branch) for n in root.subtree()}
     return nodes, [(path_of(r.state), r.n) for r in asked], root, env
@@ -186,7 +184,6 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
             done = terminated or truncated
         if node.depth:
             assert (env.message(observation), reward, done) == (node.observation, node.reward, node.done)
-    for node in root.subtree():
         assert len({parse_action(child.action) for child in node.children.values()}) == len(node.children)
 
 

@@ -186,8 +186,7 @@ def test_control_tokens_in_a_message_stay_text(name, control):
 
 
 def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path):
-    today = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}"
-    template = "{% if strftime_now is defined %}" + today + "{% endif %}" + CHATML
+    template = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + CHATML
     chat = chat_of(template, date="2024-07-26")
     assert chat.tokenizer.decode(chat.prompt(STATE)).startswith("Today: 26 Jul 2024\n")
     chat.save(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fakes import FakeEnv
 from safetensors.torch import load_file
+from test_originals import config
 from transformers import AutoModel, AutoTokenizer
 
 import bellman
@@ -85,11 +86,8 @@ def value_of(folder, messages, action):
 
 def test_the_doors_open_as_the_page_says(monkeypatch):
     page = (build.ROOT / "docs/engines.md").read_text(encoding="utf-8")
-    config = {"env": {"task_types": [1, 2, 3, 4, 5, 6]}, "general": {"training_method": "dqn"}}
-    config["rl"] = {"training": {"max_nb_steps_per_episode": 50}}
-    config["dataset"] = {"eval_ood_data_path": "$ALFWORLD_DATA/json_2.1.1/valid_unseen", "num_eval_games": -1}
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
-    names = {"config": config}
+    names = {"config": config("$ALFWORLD_DATA")}
     _, alfworld, webshop = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(alfworld, names)
     assert len(names["observations"]) == 8 and names["dones"] == (False,) * 8

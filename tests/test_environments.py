@@ -296,27 +296,21 @@ def asked(*options, **more):
         (["size=0"], "ZeroDivisionError: division by zero (--debug shows where)"),
         (["size=2", "rate=fast"], "rate must be a number"),
         (["size=2", "max_steps=abc"], "max_steps must be a whole number"),
+        (["size=2"], "--in-flight 3: maze may have 2 open at once, its side_by_side"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_one_line(options, says, tmp_path):
     with pytest.raises(UserError) as refused:
-        envs.from_arguments(asked(*options, run=tmp_path))
+        envs.from_arguments(asked(*options, run=tmp_path, in_flight=3))
     assert says in str(refused.value) and not list(tmp_path.iterdir())
 
 
 def test_options_arrive_as_their_defaults_are(tmp_path):
-    env = envs.from_arguments(asked("size=2", "level=7", "rate=1", run=tmp_path), max_steps=8)
+    env = envs.from_arguments(asked("size=2", "level=7", "rate=1", run=tmp_path, in_flight=2), max_steps=8)
     assert (env.size, env.level, env.rate, env.max_steps) == (2, "7", 1, 8)  # which its constructor does not pass on
     for steps, name in itertools.product(["abc", "0", "2.5", "true"], ["frozenlake", FLAG]):
         with pytest.raises(UserError, match=r"max_steps=.*: a number of steps is expected, or null for no limit"):
             envs.from_arguments(asked(f"max_steps={steps}", env=name, run=tmp_path))
-
-
-def test_no_more_episodes_are_open_than_a_class_allows(tmp_path):
-    assert envs.from_arguments(asked("size=2", run=tmp_path, in_flight=2)).side_by_side == 2
-    with pytest.raises(UserError, match="--in-flight 3: maze may have 2 open at once, its side_by_side"):
-        envs.from_arguments(asked("size=2", run=tmp_path, in_flight=3))
-    envs.from_arguments(asked(env="sciworld", run=tmp_path / "other", in_flight=99))
 
 
 def test_a_class_of_ones_own_is_checked_once_and_what_comes_along_is_not(monkeypatch):

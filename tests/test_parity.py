@@ -12,8 +12,6 @@ from qlass.fast import parity
 from qlass.fast.token_tree import windows_of
 from qlass.messages import State
 
-CHAT = word_chat(temperature=0.8)
-
 SMALL = {  # what makes a config small, where it has such a field
     "vocab_size": 200, "hidden_size": 64, "n_embd": 64, "intermediate_size": 64, "ffn_dim": 64, "num_hidden_layers": 4,
     "n_layer": 4, "num_layers": 4, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -51,20 +49,17 @@ def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
         assert "differ from plain ones" in parity.fault(model)
 
 
-def test_only_outputs_that_are_not_finite_have_no_plain_way_out():
+def test_outputs_that_are_not_finite_have_no_plain_way_out():
     model = tiny("llama")
-    with torch.no_grad():
-        model.model.norm.weight[0] = float("nan")
-    with pytest.raises(UserError, match="not finite") as error:
+    model.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(UserError, match=r"not finite(?!.*--plain)"):
         parity.check(model, "agent")
-    assert "--plain" not in str(error.value)
-    assert "differ from plain ones" in parity.fault(tiny("mpt"))  # it counts columns, and has another way out
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba2", "bloom", "gpt_neo"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "bloom", "gpt_neo", "mpt"])
 def test_what_cannot_read_token_trees_is_refused(name, tmp_path):
     tiny(name).save_pretrained(tmp_path)
-    CHAT.save(tmp_path)
+    word_chat(temperature=0.8).save(tmp_path)
     with pytest.raises(UserError, match="--plain reads it"):
         load_policy(tmp_path)
     first = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")))

@@ -33,11 +33,14 @@ def trajectory(reward, *observations, forced=()):
     return Trajectory(tuple(decisions), reward)
 
 
-def test_gae_by_hand():
+def test_advantages_and_the_critics_loss_by_hand():
     # A_3 = 1 - .4; A_2 = .5 x .4 - .2 + .25 A_3; A_1 = .5 x .2 - .5 + .25 A_2
     np.testing.assert_allclose(gae([0.5, 0.2, 0.4], 1.0, 0.5, 0.5), [-0.3625, 0.15, 0.6])
     np.testing.assert_allclose(gae([0.5, 0.2, 0.4], 1.0, 1.0, 1.0), [0.5, 0.8, 0.6])  # R - V
     np.testing.assert_allclose(gae([0.5, 0.2, 0.4], 1.0, 0.9, 0.0), [0.9 * 0.2 - 0.5, 0.9 * 0.4 - 0.2, 0.6])
+    V, old, target = torch.tensor([0.5, 0.9, 0.1]), torch.tensor([0.4, 0.4, 0.4]), torch.tensor([1.0, 1.0, 1.0])
+    # within the clip; beyond it V would count as .6; away from the target V itself is worse than .2
+    assert_close(value_loss(V, old, target), torch.tensor([0.5**2, 0.4**2, 0.9**2]) / 2)
 
 
 def test_forced_steps_are_no_turns():
@@ -47,12 +50,6 @@ def test_forced_steps_are_no_turns():
     assert a.tolist() == b[[0, 2]].tolist() and np.isnan(b[1])
     ((white,),) = whitened([[b]])
     assert white[1] == 0 and white[[0, 2]] == pytest.approx([-1, 1], abs=1e-4)
-
-
-def test_value_loss_by_hand():
-    V, old, target = torch.tensor([0.5, 0.9, 0.1]), torch.tensor([0.4, 0.4, 0.4]), torch.tensor([1.0, 1.0, 1.0])
-    # within the clip; beyond it V would count as .6; away from the target V itself is worse than .2
-    assert_close(value_loss(V, old, target), torch.tensor([0.5**2, 0.4**2, 0.9**2]) / 2)
 
 
 @pytest.mark.parametrize("candidates", ["valid", "free"])
@@ -80,8 +77,7 @@ def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidat
     expected = [p.grad.clone() for p in critic.parameters()]
     critic.zero_grad()
     criticise(critic, batches(learner, groups, whitened(A)), returns(groups, A, values))
-    for p, gradient in zip(critic.parameters(), expected, strict=True):
-        assert_close(p.grad, gradient, atol=1e-5, rtol=1e-3)
+    assert_close([p.grad for p in critic.parameters()], expected, atol=1e-5, rtol=1e-3)
 
 
 def test_the_critic_begins_with_the_mean_reward_below_a_state(tmp_path):

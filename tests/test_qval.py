@@ -42,14 +42,11 @@ def played(generator, policy=None):
     return value
 
 
-def walked(env, task):
-    return played(trajectory(env, task, 0, "random", 0.25, 4, RENDERING, 0))
-
-
 @pytest.mark.parametrize("name, options", [("frozenlake", {"map": "8x8", "slippery": True}), ("webshop", {})])
 def test_replay_reproduces_every_hash(name, options):
     env = envs.make(name, **options)
-    points = [point for task in env.task_ids("test")[:30] for point in walked(env, task)]
+    walks = [trajectory(env, task, 0, "random", 0.25, 4, RENDERING, 0) for task in env.task_ids("test")[:30]]
+    points = [point for walk in walks for point in played(walk)]
     assert len(points) > 10
     for point in points:
         copy = Point.load(json.loads(json.dumps(vars(point))))
@@ -87,9 +84,7 @@ def test_alignment_by_hand():
     assert a["top-1"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)  # a tie is split
     assert a["gain"] == pytest.approx((1 - 1 + 0 + 0.2) / (1 + 1 + 0.5 + 0.2))
     assert metrics.alignment(series(of), series(of))["centred"] == pytest.approx(1)
-
-
-def test_failures_are_counted_ranked_last_and_left_out_of_a_comparison():
+    # Failures are counted, ranked last and left out of a comparison.
     of, scores = [[0.0, 1.0, 2.0], [0.0, 1.0], [0.0, 1.0]], [[None, 1.0, 2.0], [None, 1.0], [None, None]]
     a = metrics.alignment(series(scores), series(of))
     assert (a["states"], a["coverage"]) == (1, 3 / 7)  # the others have one score or none
@@ -108,16 +103,14 @@ def test_ceilings():
     assert reached < metrics.label_ceiling(returns) < reached + 0.08  # ranks of four lose more than the formula knows
 
 
-ARGUMENTS = {"env": "frozenlake", "server": None, "gamma": 0.9, "seed": 0}
-
-
 @pytest.fixture
 def context(tmp_path, agent):
     """The agent, and a tree of two branches: left, right, left for 0.5; right, left for 0.4."""
     policy = Script({(): "left right", ("left",): "right"})
     tree = played(explore(FakeEnv(), "train0", RENDERING, 0, 2, 2, False), policy)
     write_jsonl(tmp_path / "trees.jsonl", tree_records(FakeEnv(), "train0", tree))
-    context = Context(argparse.Namespace(**ARGUMENTS, run=tmp_path, sft=agent))
+    arguments = {"env": "frozenlake", "server": None, "gamma": 0.9, "seed": 0, "run": tmp_path, "sft": agent}
+    context = Context(argparse.Namespace(**arguments))
     context.cache["sft"] = load_policy(agent)
     return context
 

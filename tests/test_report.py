@@ -194,6 +194,8 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_t
         ),
         ("other=", {"results_protocol": PROTOCOL | {"max_steps": 8}}, "lake with different max_steps .None, 8"),
         ("other=", {"results_protocol": PROTOCOL | {"data": {"data": "2"}}}, "lake with different data"),
+        ("other=", {"tasks": "y"}, None),  # a part of those of the longest row
+        ("other=", {"tasks": "yz"}, "lake: rule and rule .other. with different tasks, not one table"),
         ("other=", {"results_protocol": PROTOCOL | {"temperature": 1.0, "tokens": "real"}}, None),
     ],
 )
@@ -201,14 +203,6 @@ def test_what_is_not_the_same_is_not_pooled_and_what_has_another_protocol_is_in_
     first, second = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", **other)
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
         assert len(groups_of(first, f"{label}{second}")) == 6
-
-
-def test_a_table_has_no_tasks_that_its_longest_row_has_not(tmp_path, capsys):
-    first, part, others = (run_folder(tmp_path / name, tasks=name) for name in ("abc", "bc", "cd"))
-    groups_of(first, f"part={part}")
-    assert "lake: rows over 2 tasks and over 3: their means" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"lake: rule and rule .other. with different tasks, not one table"):
-        groups_of(first, f"other={others}")
 
 
 def test_the_protocol_stands_below_the_table_and_alone(tmp_path, capsys):

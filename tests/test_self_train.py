@@ -1,6 +1,7 @@
 """Self-training: which trajectories are made, which are kept, and what stage 1 is then asked to do."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from fakes import FakeEnv, Script, dump, run, word_chat
@@ -60,19 +61,16 @@ def stage(tmp_path, monkeypatch):
     """A run folder with an SFT checkpoint of two demonstrations, models by script; it returns what sft.main got."""
     policy, messages = Script({}, "right left"), State((("user", "walk"), ("assistant", "OK"))).dump()
 
-    class Model:
-        chat = word_chat()
+    def sample(requests):
+        start.sampled += requests
+        return [policy(r) for r in requests]
 
-        def sample(self, requests):
-            start.sampled += requests
-            return [policy(r) for r in requests]
-
-        def score(self, requests):
-            return [[float("right" in action) for action in r.actions] for r in requests]
+    def score(requests):
+        return [[float("right" in action) for action in r.actions] for r in requests]
 
     def load(path, args, *more):
         start.loaded.append((path, args.seed))
-        return Model()
+        return SimpleNamespace(chat=word_chat(), sample=sample, score=score)
 
     def start(*argv):
         start.sampled, start.loaded, start.calls = [], [], []

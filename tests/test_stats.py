@@ -98,6 +98,10 @@ def test_paired_difference_by_hand():
     assert (difference.mean, difference.n) == (pytest.approx(1 / 6), 3)
     # All differences are >= 0, and with probability (2/3)^3 = .30 a resample misses t1: the interval reaches 0.
     assert difference.low == 0 and difference.covers_zero
+    # Shared seeds are paired, else those in the same place.
+    a = series({("t", 0): 1.0, ("t", 1): 0.0, ("u", 0): 1.0})
+    assert paired_difference(a, series({("t", 1): 0, ("u", 0): 0})).mean == pytest.approx(0.5)  # t: 0 - 0, u: 1 - 0
+    assert paired_difference(a, series({("t", 7): 0.5, ("u", 7): 0})).mean == pytest.approx(0.75)  # t: 1 - .5, u: 1 - 0
 
 
 @pytest.mark.parametrize(("n", "undecided"), [(2, True), (5, True), (6, False)])
@@ -106,9 +110,3 @@ def test_tasks_that_all_agree_decide_no_more_than_a_sign_test(n, undecided):
     one = series({(task, 0): 0.6 for task in range(n)})
     for difference in (paired_difference(a, b), paired_difference(one, b), crossed(np.full((2, n), 0.1))):
         assert difference.covers_zero == undecided and difference.p == 2.0 ** (1 - n)
-
-
-def test_shared_seeds_are_paired_else_those_in_the_same_place():
-    a = series({("t", 0): 1.0, ("t", 1): 0.0, ("u", 0): 1.0})
-    assert paired_difference(a, series({("t", 1): 0, ("u", 0): 0})).mean == pytest.approx(0.5)  # t: 0 - 0, u: 1 - 0
-    assert paired_difference(a, series({("t", 7): 0.5, ("u", 7): 0})).mean == pytest.approx(0.75)  # t: 1 - .5, u: 1 - 0

@@ -138,8 +138,7 @@ def test_two_ways_that_train_alike(settings, other, updates):
         losses.append([loss for entry in figures["curve"] for loss in (entry["loss"], entry["held_out"]["mse"])])
         assert figures["steps"] == updates
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        torch.testing.assert_close(p, q, atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(*([*net.parameters()] for net in nets), atol=2e-4, rtol=1e-3)
 
 
 def test_sibling_accuracy_by_hand():

@@ -17,10 +17,8 @@ from reporting import results
 
 CHAT, stage = word_chat(), tree_search
 BOTH = Script({}, otherwise="left right")
-BEST_OF_4 = Method("best_of_n", N=4, select="q")
 PUCT = {"c": 1.0, "gamma": 0.9}
 BLIND = [("lookahead", {"gamma": 0.9}), ("beam", {"k": 2}), ("mcts", {"S": 8} | PUCT)]
-PARTICLES = ("particles", {"tau": 0.1, "gamma": 0.9})
 
 
 def short_sighted(request: Score) -> list[float]:
@@ -41,14 +39,10 @@ def answer(q=true_q, draw=BOTH):
     return lambda request: draw(request) if isinstance(request, Sample) else q(request)
 
 
-def way(record):
-    return tuple(parse_action(step["action"]) for step in record["steps"])
-
-
 def play(name, M=2, N=1, q=true_q, draw=BOTH, env=None, task="test0", **settings):
     env, method = env or FakeEnv(), Variant(name, M=M, N=N, select="q")
     record, requests = run(tree_search.play(settings, env, task, method, CHAT), answer(q, draw))
-    return record, way(record), env, requests
+    return record, tuple(parse_action(step["action"]) for step in record["steps"]), env, requests
 
 
 @pytest.mark.parametrize("q", [true_q, short_sighted])
@@ -100,7 +94,8 @@ def test_a_wider_beam_keeps_what_seems_worse_at_first():
 
 
 def test_particles_at_infinite_tau_are_independent_chains():
-    expected, asked = run(Player(CHAT).play(FakeEnv(), "test0", BEST_OF_4), answer(true_q, by_key))
+    chains = Player(CHAT).play(FakeEnv(), "test0", Method("best_of_n", N=4, select="q"))
+    expected, asked = run(chains, answer(true_q, by_key))
     record, _, _, requests = play("particles", 1, 4, draw=by_key, tau=math.inf, gamma=0.9)
     assert {r for r in asked if isinstance(r, Sample)} == {r for r in requests if isinstance(r, Sample)}
     assert record["restores"] == 0
@@ -124,7 +119,7 @@ def reverse(node):
     return {action: reverse(below) for action, below in node.items()} if isinstance(node, dict) else 1 - node
 
 
-@pytest.mark.parametrize(("name", "settings"), [*BLIND, PARTICLES])
+@pytest.mark.parametrize(("name", "settings"), [*BLIND, ("particles", {"tau": 0.1, "gamma": 0.9})])
 def test_no_search_reads_rewards(name, settings):
     def walk(world):
         return play(name, 6, 8, lambda r: [0.5] * len(r.actions), by_key, FakeEnv(world), **settings)[1]

@@ -215,8 +215,11 @@ def test_type_of_the_product(shop):
     assert r_type(["a", "b"], **far, query="Shirts ") == 1
 
 
-def test_similar_texts_and_plain_colours():
-    """A subset of the words; a ratio of 86 (0.857...) and not of 83; Latin-1 is dropped."""
+def test_terms_similar_texts_and_plain_colours():
+    text = "Women's 6.5\" size:xl t-shirt & ★hats, the 1,000 technologies (incredibly) don’t U.S.A. ___ ✔️"
+    expected = "women 6.5 size:xl t shirt ★ hat 1,000 technolog incred don’t u.s.a ✔️"
+    assert webshop_search.terms(text) == expected.split()
+    # A subset of the words; a ratio of 86 (0.857...) and not of 83; Latin-1 is dropped.
     alike = ("large", "x-large"), ("machine wash", "machine washable"), ("B W", "w/b"), ("éaßb", "ab")
     other = ("machine wash", "hand wash"), ("3 pack", "4 pack"), ("!!!", "!!!")
     for a, b in (*alike, *other):
@@ -269,12 +272,6 @@ def test_bm25_against_the_formula(documents, query):
             patch.setattr(webshop_search, "FEW", few)
             best = index.top(" ".join(query), k=2)
         assert best[0].tolist() == found[:2].tolist() and best[1].tobytes() == scores[:2].tobytes()
-
-
-def test_terms():
-    text = "Women's 6.5\" size:xl t-shirt & ★hats, the 1,000 technologies (incredibly) don’t U.S.A. ___ ✔️"
-    expected = "women 6.5 size:xl t shirt ★ hat 1,000 technolog incred don’t u.s.a ✔️"
-    assert webshop_search.terms(text) == expected.split()
 
 
 def test_the_best_value_in_reach_is_that_behind_the_best_action():

@@ -6,20 +6,15 @@ import build_trees
 import envs
 import q_search
 import sft
-from qlass.messages import react
 from qlass.published import by_task, read
 
 INSTRUCTION = "You are web shopping.\nAn action is search[keywords] or click[value]."
 
 
 def eto(env, task_id):
-    """A trajectory as ETO publishes it; the last page answers nothing and is left out."""
-    observation, _ = env.reset(options={"task_id": task_id})
-    turns, speakers = [env.instruction, "OK", observation], ("human", "gpt")
-    for thought, action in env.expert(task_id):
-        observation, *_ = env.step(action)
-        turns += [react(thought, action), env.message(observation)]
-    turns = [{"from": speakers[i % 2], "value": text} for i, text in enumerate(turns[:-1])]
+    """A trajectory as ETO publishes it."""
+    speakers, messages = {"user": "human", "assistant": "gpt"}, sft.demonstrate(env, task_id)["messages"]
+    turns = [{"from": speakers[m["role"]], "value": m["content"]} for m in messages]
     return {"id": int(task_id), "conversations": turns}
 
 

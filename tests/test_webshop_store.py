@@ -2,11 +2,11 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 import shutil
 
 import pytest
+from fakes import fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_webshop import SHARED, recorded
@@ -82,11 +82,8 @@ def test_a_store_is_made_once_for_its_sources(crowd, tmp_path, monkeypatch):
 
 
 def forked(*calls):
-    processes = [multiprocessing.get_context("fork").Process(target=call) for call in calls]
-    for act in ("start", "join"):
-        for process in processes:
-            getattr(process, act)()
-    return [process.exitcode for process in processes]
+    processes = [fork(lambda _, call=call: call(), []) for call in calls]
+    return [process.join() or process.exitcode for process in processes]
 
 
 def test_a_build_that_was_killed_is_done_anew_and_once_by_several_processes(crowd, tmp_path, monkeypatch):
