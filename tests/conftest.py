@@ -15,6 +15,13 @@ torch.set_num_threads(1)
 settings.register_profile("same everywhere", derandomize=True, deadline=None)  # a shared machine has slow moments
 settings.load_profile("same everywhere")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the promises on equal files are for float32
+os.environ.pop("ALFWORLD_DATA", None)  # the bundled games
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Each test stands in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_
 
     demonstrated = records("Action: east", "Action: right", "Action: east")
     assert [node["action"] for node in demonstrated if node["expert"]] == ["Action: right"] * 3
-    recorded = [({"train0": 1.0}, 0), ({"train0": 0.5}, 1), ({"another": 0.5}, 0)]
+    recorded = [({}, 0), ({"train0": 1.0}, 0), ({"train0": 0.5}, 1), ({"another": 0.5}, 0)]
     for rewards, failed in recorded:
         demonstrations = {key: shown("Action: right", reward=reward) for key, reward in rewards.items()}
         assert published.failures(demonstrated, demonstrations)["failed_demonstrations"] == failed

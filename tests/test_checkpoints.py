@@ -185,7 +185,6 @@ def test_an_adapter_of_another_model_or_of_a_prompt_is_refused(tmp_path, agent):
 
 @pytest.mark.parametrize("base", ["base", "../base"])
 def test_a_relative_base_may_begin_here_or_at_the_adapter(tmp_path, copy, base, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     adapter(copy, tmp_path / "lora")
     for name in (None, base):

@@ -55,7 +55,6 @@ def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
     folder.mkdir(parents=True)
     (folder / "sft").symlink_to(agent)
     (folder / "qnet").symlink_to(value_net)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("envs.make", lambda name: FakeEnv())
     names: dict = {}
     page = (build.ROOT / "docs/python.md").read_text(encoding="utf-8")
@@ -84,9 +83,8 @@ def value_of(folder, messages, action):
     return value.item()
 
 
-def test_the_doors_open_as_the_page_says(monkeypatch):
+def test_the_doors_open_as_the_page_says():
     page = (build.ROOT / "docs/engines.md").read_text(encoding="utf-8")
-    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
     names = {"config": config("$ALFWORLD_DATA")}
     _, alfworld, webshop = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(alfworld, names)

@@ -35,8 +35,7 @@ EVERY = ["webshop", "alfworld", pytest.param("sciworld", marks=installed), "froz
 
 
 @pytest.fixture(autouse=True)
-def bundled_games_and_no_class_checked(monkeypatch):
-    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+def no_class_checked(monkeypatch):
     monkeypatch.setattr(envs, "CHECKED", set(envs.CHECKED))
 
 

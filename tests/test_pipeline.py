@@ -61,9 +61,8 @@ def test_each_stage_leaves_its_file_and_how_it_came_about_and_the_next_one_means
     assert not {r["task_id"] for r in results} & set(demonstrations)
 
 
-def test_what_is_missing_is_made_and_is_the_same(lake, tmp_path, monkeypatch, capsys):
+def test_what_is_missing_is_made_and_is_the_same(lake, tmp_path, capsys):
     """From the agent alone, search makes the trees, their labels and QNet, as the scripts did."""
-    monkeypatch.chdir(tmp_path)
     again = tmp_path / "runs" / "frozenlake"
     shutil.copytree(lake / "sft", again / "sft")
     q_search.main(LAKE)

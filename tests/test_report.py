@@ -240,8 +240,7 @@ COSTS = {  # label: method, what its results were made from, tokens of training
 }
 
 
-def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_an_agent_cost_is_in_the_metadata_behind_its_results():
     results_of = {f"results{label}.jsonl": {"inputs": inputs} for label, (_, inputs, _) in COSTS.items()}
     for name, meta in (METAS | results_of).items():
         Path(name).touch()

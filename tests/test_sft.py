@@ -78,11 +78,6 @@ def test_the_learning_rate_rises_and_falls():
     assert all(a >= b for a, b in pairwise(rate[3:])) and cosine(0, 1) == 1
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def shown(*states: State) -> list[Demonstration]:
     return [Demonstration(None, state) for state in states]
 

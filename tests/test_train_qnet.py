@@ -98,11 +98,6 @@ def test_a_qnet_comes_back_from_its_folder(tmp_path):
         QNet.from_pretrained(tmp_path)
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def trained(net: QNet, trees: list, held_out: list = (), **more) -> dict:
     """Train a QNet on trees: the figures."""
     settings = {"epochs": 100, "max_tokens": 2048, "loss_on": "all", "rank_weight": 0.0, "head_lr": None}
