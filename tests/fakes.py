@@ -329,8 +329,10 @@ def serving(answer: Callable[[dict], tuple], models: Any = ({"id": "first"},)) -
     kind = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 128})  # of 5 it resets others
     with kind(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()
 
 
 def free_port() -> str:

@@ -14,12 +14,11 @@ from qlass import UserError
 from qlass.batching import Sample, Score
 from qlass.messages import State, parse_action
 
-STEP = Oracle("oracle_step", "truth", M=2, looks=True)
 LOOK = Oracle("oracle_lookahead", "q", M=2, looks=True)
 
 
 @pytest.mark.parametrize(("method", "q", "way", "reward", "scored"), [
-    (STEP, None, "right right right", 1.0, 0),
+    (Oracle("oracle_step", "truth", M=2, looks=True), None, "right right right", 1.0, 0),
     # A look ahead sees rewards but no values: from R, left ends the episode with .4; right counts by its q.
     (LOOK, 0.3, "right left", 0.4, 3 + 6 + 8 + 2 * 2 * 5),
     (LOOK, 0.41, "right right right", 1.0, 26 + 3 * 2 * 5),

@@ -81,7 +81,7 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypa
     train(learner, "again", budget, *flags)
     assert contents(tmp_path / "again") == contents(tmp_path / "one")
     for spent, lr, says in ((budget, ["--lr", "0.5"], "begun with --lr"), (20, [], "are spent: raise --budget")):
-        with pytest.raises(UserError, match=says):  # of fewer steps the best agent may be another
+        with pytest.raises(UserError, match=says):  # the best agent so far may have cost more
             train(learner, "again", spent, *flags, *lr)
 
 

@@ -32,7 +32,7 @@ RESULTS = pd.DataFrame([
 ])  # fmt: skip
 
 
-def test_a_table_by_hand():
+def test_a_table_and_holms_p_by_hand():
     planned = [("f", "qlass", "greedy"), ("f", "qlass", "best_of_n", "equal", "q"), ("g", "sample", "greedy")]
     table = plans.table(pd.DataFrame([plan(*fields) for fields in planned]), RESULTS)
     first, second, third = table.to_dict("records")
@@ -44,9 +44,6 @@ def test_a_table_by_hand():
     assert going_on["difference [95 %]"] == first["difference [95 %]"] and "p" not in going_on
     p = stats.ttest_1samp([0.1, 0.2, 0.3], 0.0).pvalue
     assert (float(first["p"]), float(first["over all"])) == pytest.approx((p, 2 * p), abs=2e-4)
-
-
-def test_holm_by_hand():
     assert plans.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])  # 3 x .01, then 2 x .03, and no less
     with pytest.raises(UserError, match="three worlds or trainings or more"):
         plans.over_units([0.1, 0.2])
