@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -43,10 +44,9 @@ def refused(path: Path, reason: str, kind=hf.AutoModelForCausalLM) -> None:
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
 
 
-H, LAYER = "transformer.h.0.", "model.layers.0."
+LAYER = "model.layers.0."
 KEYS = {  # model type: keys that may be left out, and keys that change what it computes
-    "gpt2": (["h.0.attn.bias", f"{H}attn.masked_bias"], ["h.0.attn.c_attn.lora_A.weight"]),
-    "falcon": ([f"{H}self_attention.rotary.inv_freq"], [f"{H}mlp.dense_4h_to_h.bias"]),
+    "gpt2": (["h.0.attn.bias", "transformer.h.0.attn.masked_bias"], ["h.0.attn.c_attn.lora_A.weight"]),
     "gpt_neox": (["gpt_neox.layers.0.attention.bias"], ["gpt_neox.layers.0.attention.dense.weight_scale"]),
     "llama": (["v_head.summary.weight", "mtp.layers.0.mlp.up_proj.weight"], ["model.layers.4.mlp.up_proj.weight"]),
     "mistral": ([f"{LAYER}self_attn.rotary_emb.inv_freq"], [f"{LAYER}self_attn.q_norm.weight"]),
@@ -82,7 +82,7 @@ def copy(tmp_path, agent):
     return shutil.copytree(agent, tmp_path / "sft")
 
 
-def test_other_weights_than_those_meant_are_refused(copy, tmp_path):
+def test_other_weights_than_those_meant_are_refused(copy):
     shutil.copy(copy / "model.safetensors", copy / "model-00001-of-00001.safetensors")
     refused(copy, "model-00001-of-00001.safetensors and model.safetensors are of two saves")
     (copy / "model-00001-of-00001.safetensors").unlink()
@@ -99,7 +99,6 @@ def test_other_weights_than_those_meant_are_refused(copy, tmp_path):
     refused(copy, "Couldn't instantiate the backend tokenizer")
     cut(copy / "config.json", 20)
     refused(copy, "not a valid JSON")
-    refused(tmp_path / "none", "")
 
 
 class Bomb(str):
@@ -153,9 +152,7 @@ def adapter(base: Path, folder: Path, updated: str | list = "all-linear", rows: 
 
 UPDATES = [  # layers with updates, rows that are added to the embeddings, what is trained as a whole
     (["q_proj", "lm_head"], 0, None),
-    (["embed_tokens"], 0, None),
     (["embed_tokens", "lm_head"], 0, None),
-    ("all-linear", 3, None),
     ("all-linear", 3, ["embed_tokens", "lm_head"]),
 ]
 
@@ -214,7 +211,7 @@ def test_an_adapter_beside_full_weights_is_refused(tmp_path, agent):
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def close(x: torch.Tensor, y: torch.Tensor) -> None:
+def close(x: Any, y: Any) -> None:
     torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
 
 
@@ -255,10 +252,10 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent, learned_from):
     assert moved(merged, start) == LINEAR
     adapter = peft.PeftModel.from_pretrained(hf.AutoModelForCausalLM.from_pretrained(agent), folder)
     close(adapter(IDS).logits, merged(IDS).logits)
+    assert adapter.peft_config["default"].lora_alpha == 3
     model, _ = models.load_checkpoint(folder, hf.AutoModel, None, train=True)
-    for p, q in zip(model.parameters(), merged.model.parameters(), strict=True):
-        close(p, q)
-        assert p.requires_grad
+    close([*model.parameters()], [*merged.model.parameters()])
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_a_checkpoint_is_read_back_before_it_counts(tmp_path, agent, value_net, monkeypatch):
