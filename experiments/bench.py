@@ -100,14 +100,12 @@ def rounds_of(
     """What the steps of episodes side by side ask after the first `skip`, of a player who moves at random."""
     rng, rounds = random.Random(0), [[] for _ in range(skip + steps)]
     for task in env.task_ids("train")[:episodes]:
-        observation, info = env.reset(options={"task_id": task})
-        state = State.first(env, observation, info)
-        for step, asked in enumerate(rounds):
-            asked.append(ask(env, state, n, (task, step), chat.rendering, 1.0))
-            action = rng.choice([a for a in info["valid_actions"] if "Buy" not in a])
-            observation, _, terminated, truncated, info = env.step(action)
-            state = state.then(react("", action), env.message(observation))
-            if terminated or truncated:
+        state = State.first(env, *env.reset(options={"task_id": task}))
+        for step, requests in enumerate(rounds):
+            requests.append(ask(env, state, n, (task, step), chat.rendering, 1.0))
+            action = rng.choice([a for a in env.valid_actions() if "Buy" not in a])
+            state, _, done = state.act(env, react("", action))
+            if done:
                 break
     return rounds[skip:]
 

@@ -99,8 +99,7 @@ def tried_in_vain(state: State) -> set[str]:
 
 def follow(env: envs.TextEnv, task_id: str, method: Variant) -> Episode:
     """An episode of one of the environment's own players, which draw nothing."""
-    observation, info = env.reset(options={"task_id": task_id})
-    state = State.first(env, observation, info)
+    state = State.first(env, *env.reset(options={"task_id": task_id}))
     steps: Episode = []
     moves = env.rules()[method.player]() if method.player else getattr(env, method.name)(task_id)
     for thought, move in moves:

@@ -25,15 +25,13 @@ import torch
 from torch.nn.functional import logsigmoid
 
 import envs
-from experiments import drive_in_order
 from experiments.decisions import Decision, PackedDecisions
 from experiments.learning import Learner, batch_of, learn, learner_parser, load
-from experiments.self_train import OTHER_LUCK, trajectories
+from experiments.self_train import OTHER_LUCK
 from q_search import Method
 from qlass import UserError
-from qlass.batching import Sample, ask
+from qlass.batching import ask
 from qlass.chat import Chat, Rendering
-from qlass.fast.decode import FastPolicy
 from qlass.files import read_trees
 from qlass.flags import at_least
 from qlass.messages import State
@@ -55,8 +53,7 @@ class Preference(NamedTuple):
 
 def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, actions: Sequence[str]) -> list[Decision]:
     """Actions in the states that they are taken in; `env` plays them again. An expert's action joins the valid ones."""
-    observation, info = env.reset(options={"task_id": task_id})
-    state = State.first(env, observation, info)
+    state = State.first(env, *env.reset(options={"task_id": task_id}))
     taken = []
     for action in actions:
         valid = ask(env, state, 1, (), rendering).valid
@@ -196,10 +193,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def explored(tasks: list[str], last: dict) -> tuple[list[Preference], dict]:
         """Trajectories of the agent against the expert's, and what they cost and earned."""
-        policy = FastPolicy(learner.model, learner.chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
-        episodes = (trajectories(env.fork(), task, Method("sample"), learner.chat) for task in tasks)
-        sampled = drive_in_order(episodes, {Sample: policy.sample}, env.side_by_side)
-        played = [line for (line,) in sampled]
+        played = learner.episodes(env, tasks, Method("sample"), args.seed + OTHER_LUCK * (last["batch"] + 1))
         return list(failures(env, rendering, played, expert)), {
             "reward": round(float(np.mean([line["reward"] for line in played])), 6),
             "played": last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played),

@@ -71,8 +71,7 @@ def decoding(run: Path) -> Iterator[str]:
     policy, rate = load_policy(run / "base"), bandwidth(8 if GPU else 0.1)
     yield f"| memory bandwidth of a copy | {rate / 1e9:,.0f} GB/s | | |"
     env = envs.make("webshop")
-    observation, info = env.reset(options={"task_id": env.task_ids("train")[0]})
-    state, config = State.first(env, observation, info), policy.model.config
+    state, config = State.first(env, *env.reset(options={"task_id": env.task_ids("train")[0]})), policy.model.config
     weights = sum(p.nbytes for p in policy.model.parameters())
     a_token = 2 * config.num_hidden_layers * config.hidden_size * policy.model.dtype.itemsize  # keys and values
     for n in (1, 16, 64):

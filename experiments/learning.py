@@ -8,7 +8,7 @@ batches spend nothing.
 import argparse
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,19 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def drive(self, generators: Iterable[Generator], env: envs.TextEnv, seed: int, chat: Chat) -> list[Any]:
+        """What these return, whose samples the agent draws as it is now."""
+        policy = FastPolicy(self.model, chat, seed)  # a new one: the last one remembers the weights before
+        return list(drive_in_order(generators, {Sample: policy.sample}, env.side_by_side))
+
+    def episodes(self, env: envs.TextEnv, tasks: Sequence[str], method: Method, seed: int = 0) -> list[dict]:
+        """The agent's trajectories, one per task, as lines of expert.jsonl."""
+        playing = (trajectories(env.fork(), task, method, self.chat) for task in tasks)
+        return [line for (line,) in self.drive(playing, env, seed, self.chat)]
+
     def validation(self, env: envs.TextEnv, tasks: Sequence[str]) -> float:
         """Mean reward of the greedy agent."""
-        episodes = (trajectories(env.fork(), task, GREEDY, self.chat) for task in tasks)
-        policy = FastPolicy(self.model, self.chat)
-        played = drive_in_order(episodes, {Sample: policy.sample}, env.side_by_side)
-        return sum(line["reward"] for (line,) in played) / len(tasks)
+        return sum(line["reward"] for line in self.episodes(env, tasks, GREEDY)) / len(tasks)
 
     def save(self, folder: Path) -> None:
         """Write the agent as a checkpoint; LoRA's updates are merged in a copy."""

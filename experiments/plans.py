@@ -24,7 +24,8 @@ from reporting.stats import Estimate
 from reporting.tables import markdown
 
 FOLDER = Path(__file__).parents[1] / "runs" / "reference_output"
-CONDITION = ["agent", "method", "M", "N", "select"]
+PLACE, CONDITION = ["environment", "split"], ["agent", "method", "M", "N", "select"]
+MINUS = [f"minus_{name}" for name in CONDITION]
 # Columns of results.csv behind a condition; repeated: the share of steps whose action had the same answer earlier.
 COSTS = {"total": "tokens", "generated": "generated", "env_steps": "env_steps", "resets": "resets"}  # means per task
 NEW = ["seed", "reward", "low", "high", *COSTS.values(), "repeated", "trainings"]
@@ -40,67 +41,59 @@ def over_units(values: Sequence[float]) -> Estimate:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm 1979), in the order given."""
+    """p-values corrected for their number (Holm 1979)."""
     ranked = pd.Series(p, dtype=float).sort_values(kind="stable")
     return (ranked * [*range(len(p), 0, -1)]).clip(upper=1.0).cummax().sort_index().tolist()
 
 
-def rows_of(results: pd.DataFrame, environment: str, split: str, condition: Sequence) -> pd.DataFrame:
-    """A condition's rows, one per unit, by unit."""
-    here = results[(results[["environment", "split"]] == [environment, split]).all(axis=1) & (results["seed"] != "all")]
-    rows = here[(here[CONDITION].astype(str) == list(map(str, condition))).all(axis=1)].set_index("seed")
-    if rows.index.has_duplicates:
-        raise UserError(f"{environment}, {split}: two rows of one unit of {' '.join(map(str, condition))}")
-    return rows
+def rows_of(units: pd.DataFrame, condition: pd.Series) -> pd.DataFrame:
+    """A condition's rows by unit."""
+    return units[(units[condition.index] == condition).all(axis=1)].set_index("seed")
 
 
-def rival(results: pd.DataFrame, plan: pd.Series, tokens: float) -> list:
+def rival(units: pd.DataFrame, condition: pd.Series, tokens: float) -> pd.Series:
     """What a plan compares with; of N "equal" the cheapest best-of-N of at least as many tokens."""
-    minus = [plan[f"minus_{name}"] for name in CONDITION]
-    if minus[3] != "equal":
-        return minus
-    where = plan[["environment", "split"]]
-    same = results[["agent", "method", "select"]] == [minus[0], minus[1], minus[4]]
-    rows = results[same.all(axis=1) & (results[["environment", "split"]] == where.tolist()).all(axis=1)]
-    means = rows[rows["seed"] != "all"].groupby("N")["tokens"].mean()
+    if condition["N"] != "equal":
+        return condition
+    means = rows_of(units, condition.drop("N")).groupby("N")["tokens"].mean()
     means = means[means >= tokens]
     if means.empty:
-        raise UserError(f"{plan['environment']}, {plan['split']}: no best-of-N of {tokens:.0f} tokens: play a larger N")
-    return [*minus[:3], str(means.idxmin()), minus[4]]
+        raise UserError(f"{', '.join(condition[PLACE])}: no best-of-N of {tokens:.0f} tokens: play a larger N")
+    return condition.replace("equal", means.idxmin())
 
 
-def name_of(condition: Sequence) -> str:
-    agent, method, M, N, select = condition
-    sizes = [f"{key} = {size}" for key, size in (("M", M), ("N", N)) if str(size) != "1"]
+def name_of(condition: pd.Series) -> str:
+    agent, method, M, N, select = condition[CONDITION]
+    sizes = [f"{key} = {size}" for key, size in (("M", M), ("N", N)) if size != "1"]
     method = f"{method} by {select}" if select and method == "best_of_n" else method
     return ", ".join(filter(None, [method, *sizes, agent.removeprefix("cloned").removeprefix(", ").strip()]))
 
 
 def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
     """A row per planned comparison; one that was not played has no difference."""
-    rows, p = [], {}
-    for i, (_, plan) in enumerate(plans.iterrows()):
-        place, condition = (plan["environment"], plan["split"]), [plan[name] for name in CONDITION]
-        ours, minus = rows_of(results, *place, condition), [plan[f"minus_{name}"] for name in CONDITION]
-        row = {"family": plan["family"], "environment": plan["environment"], "minus": "", "difference": "not played"}
+    units, rows, p = results[results["seed"] != "all"], [], {}
+    for i, plan in plans.iterrows():
+        condition, minus = plan[PLACE + CONDITION], plan[PLACE + MINUS].set_axis(PLACE + CONDITION)
+        ours = rows_of(units, condition)
+        row = {**plan[["family", "environment"]], "comparison": "", "difference [95 %]": "not played"}
         if not ours.empty:
-            minus = rival(results, plan, ours["tokens"].mean())
-            theirs = rows_of(results, *place, minus)
+            minus = rival(units, minus, ours["tokens"].mean())
+            theirs = rows_of(units, minus)
+            if ours.index.has_duplicates or theirs.index.has_duplicates:
+                raise UserError(f"{', '.join(plan[PLACE])}: two rows of one unit of {name_of(condition)} or its rival")
             gains = (ours["reward"] - theirs["reward"]).dropna()  # of the units that have both
             if len(gains) >= int(plan["planned"]) or plan["changes"]:  # else it goes on: nothing is decided
                 p[i] = over_units(gains).p
-            row["difference"] = f"{over_units(gains):+}" if len(gains) > 2 else f"{gains.mean():+.3f}"
+            row["difference [95 %]"] = f"{over_units(gains):+}" if len(gains) > 2 else f"{gains.mean():+.3f}"
             row["above"] = f"{int((gains > 0).sum())} of {len(gains)}"
             row["tokens"] = f"{ours['tokens'].mean():,.0f} / {theirs['tokens'].mean():,.0f}"
-        row |= {"minus": f"{name_of(condition)} - {name_of(minus)}", "planned": f"{plan['planned']} {plan['unit']}"}
-        rows.append(row)
-    overall = dict(zip(p, holm(list(p.values())), strict=True))
-    for family in dict.fromkeys(row["family"] for row in rows):
-        members = [i for i in p if rows[i]["family"] == family]
-        for i, within in zip(members, holm([p[i] for i in members]), strict=True):
-            values = {"p": p[i], "in its family": within, "over all": overall[i]}
-            rows[i] |= {name: f"{value:.4f}" if value >= 1e-4 else "<.0001" for name, value in values.items()}
-    return pd.DataFrame(rows).fillna("").rename(columns={"minus": "comparison", "difference": "difference [95 %]"})
+        names = f"{name_of(condition)} - {name_of(minus)}"
+        rows.append(row | {"comparison": names, "planned": f"{plan['planned']} {plan['unit']}"})
+    table, p = pd.DataFrame(rows), pd.Series(p, dtype=float)
+    within = p.groupby(table["family"]).transform(holm)
+    for name, values in (("p", p), ("in its family", within), ("over all", pd.Series(holm(p), p.index))):
+        table[name] = values.map(lambda value: f"{value:.4f}" if value >= 1e-4 else "<.0001")
+    return table.dropna(axis=1, how="all").fillna("")
 
 
 def unit_rows(folders: Sequence[Path]) -> pd.DataFrame:

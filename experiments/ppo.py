@@ -27,7 +27,7 @@ import bellman
 import envs
 from experiments.decisions import mixed_precision, pack_decisions
 from experiments.learning import Learner, learn, learner_parser, load, trainable
-from experiments.tree_grpo import LR, LR_TINY, Batch, Group, add_update, batches, line_of, play, update
+from experiments.tree_grpo import LR, LR_TINY, Batch, Group, add_update, batches, by_decision, line_of, play, update
 from qlass import UserError
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, tree_inputs
@@ -102,15 +102,8 @@ Visits = list[tuple[float, float]]  # (V, A + V) of a decision's state, for each
 
 def returns(groups: Sequence[Group], A: Sequence[list[np.ndarray]], values: dict[State, float]) -> list[Visits]:
     """Those of each decision, numbered as in `batches`."""
-    visits: list[Visits] = []
-    for group, steps in zip(groups, A, strict=True):
-        own: dict = {}
-        for trajectory, each in zip(group, steps, strict=True):
-            for decision, a in zip(trajectory.decisions, each, strict=True):
-                v = values.get(decision.state, 0.0)
-                own.setdefault(decision, []).append((v, a + v))
-        visits += own.values()
-    return visits
+    V = [(values.get(decision.state, 0.0), steps) for decision, steps in by_decision(groups, A)]
+    return [[(v, a + v) for a in steps] for v, steps in V]
 
 
 def criticise(critic: QNet, minibatch: list[Batch], visits: list[Visits]) -> None:

@@ -18,6 +18,7 @@ import argparse
 import copy
 import dataclasses
 import zlib
+from collections import defaultdict
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -26,13 +27,11 @@ import pandas as pd
 import torch
 
 import envs
-from experiments import drive_in_order
 from experiments.decisions import Decision, PackedDecisions, pack_decisions
 from experiments.learning import Learner, batch_of, learn, learner_parser, load
 from qlass import UserError
 from qlass.batching import Sample, ask
 from qlass.chat import Rendering
-from qlass.fast.decode import FastPolicy
 from qlass.flags import Parser, at_least
 from qlass.messages import State, uniforms
 from qlass.runs import parse, run_stage
@@ -62,8 +61,7 @@ def forest(
     env: envs.TextEnv, task_id: str, M: int, N: int, L: int, rendering: Rendering, key: tuple
 ) -> Generator[Sample, list, Group]:
     """M chains, then L rounds in which each tree grows N more: M (N L + 1) leaves. `key` names the noise."""
-    observation, info = env.reset(options={"task_id": task_id})
-    root = State.first(env, observation, info), env.snapshot(), ()
+    root = State.first(env, *env.reset(options={"task_id": task_id})), env.snapshot(), ()
     nodes = [[root] for _ in range(M)]  # of each tree the root and what is no leaf: state, snapshot, decisions
     leaves: list[Trajectory] = []
 
@@ -162,22 +160,23 @@ def policy_loss(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch, kl: flo
     return (dual_clip(ratio, batch.positive, batch.negative) + batch.visits * regularisers).sum()
 
 
-def weights(group: Group, A: list[np.ndarray]) -> dict[Decision, np.ndarray]:
-    """Of each decision, over the trajectories through it: sum of A > 0, sum of -A > 0, their number. More `dual_clip`
-    does not need, so a shared prefix is computed once; equal decisions of siblings are one too."""
-    sums: dict[Decision, np.ndarray] = {}
-    for trajectory, steps in zip(group, A, strict=True):
-        for decision, a in zip(trajectory.decisions, steps, strict=True):
-            sums[decision] = sums.get(decision, np.zeros(3)) + np.array([max(a, 0), max(-a, 0), 1])
-    return sums
+def by_decision(groups: Sequence[Group], A: Sequence[list[np.ndarray]]) -> list[tuple[Decision, list[float]]]:
+    """The decisions of each task, and A in each trajectory through them; equal decisions of siblings are one."""
+    tasks: list[dict[Decision, list[float]]] = [defaultdict(list) for _ in groups]
+    for task, group, of_group in zip(tasks, groups, A, strict=True):
+        for trajectory, steps in zip(group, of_group, strict=True):
+            for decision, a in zip(trajectory.decisions, steps, strict=True):
+                task[decision].append(a)
+    return [item for task in tasks for item in task.items()]
 
 
 @torch.no_grad()
 def batches(learner: Learner, groups: Sequence[Group], A: Sequence[list[np.ndarray]]) -> list[Batch]:
-    """The choices of these tasks' trajectories in packs, given the `advantages` of each task."""
-    items = (item for group, steps in zip(groups, A, strict=True) for item in weights(group, steps).items())
-    decisions, sums = zip(*items, strict=True)
-    rows = torch.tensor(np.array(sums), dtype=torch.float32, device=learner.model.device)
+    """The choices of these tasks' trajectories in packs, given the `advantages` of each task. `dual_clip` needs no more
+    than sums over the trajectories through a choice, so a shared prefix is computed once."""
+    decisions, visits = zip(*by_decision(groups, A), strict=True)
+    sums = [[sum(max(a, 0) for a in steps), sum(max(-a, 0) for a in steps), len(steps)] for steps in visits]
+    rows = torch.tensor(sums, dtype=torch.float32, device=learner.model.device)
     packs = pack_decisions(learner.chat, decisions, learner.room)
     models = learner.model, learner.reference
     return [Batch(pack, *rows[pack.owner].T, *(pack.logprobs(model)[0] for model in models)) for pack in packs]
@@ -209,8 +208,7 @@ def play(learner: Learner, env: envs.TextEnv, last: dict, args: argparse.Namespa
     tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.batch_tasks)
     key = ("grpo", args.seed, last["batch"] + 1)
     growing = (forest(env.fork(), task, *shape, chat.rendering, (*key, i)) for i, task in enumerate(tasks))
-    policy = FastPolicy(learner.model, chat, args.seed)  # a new one: the last one remembers the weights before
-    return list(drive_in_order(growing, {Sample: policy.sample}, env.side_by_side))
+    return learner.drive(growing, env, args.seed, chat)
 
 
 def line_of(last: dict, groups: list[Group], figures: Sequence[torch.Tensor]) -> dict:

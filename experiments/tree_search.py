@@ -64,8 +64,7 @@ class Search:
         self.env, self.task_id, self.method, self.rendering = env, task_id, method, rendering
         self.expanded: list[Step] = []
         self.env_steps = self.restores = self.replayed = 0
-        observation, info = env.reset(options={"task_id": task_id})
-        self.root = self.arrive(Node(state=State.first(env, observation, info)))
+        self.root = self.arrive(Node(state=State.first(env, *env.reset(options={"task_id": task_id}))))
 
     def arrive(self, node: Node, trial: int = 0) -> Node:
         """The environment is in this node. Its draws are those of a trajectory of q_search.py that comes by."""

@@ -50,8 +50,7 @@ class Point:
 
     def restore(self, env: envs.TextEnv) -> State:
         """Put `env` into the state; UserError where the replay ends elsewhere."""
-        observation, info = env.reset(options={"task_id": self.task_id})
-        state = State.first(env, observation, info)
+        state = State.first(env, *env.reset(options={"task_id": self.task_id}))
         for action in self.prefix:
             state, *_ = state.act(env, action)
         if digest(state.observation) != self.hash:
@@ -75,8 +74,7 @@ def trajectory(
 
     The candidates of a state are the action taken, the agent's other draws, then uniform valid actions up to `width`.
     """
-    observation, info = env.reset(options={"task_id": task_id})
-    state, done = State.first(env, observation, info), False
+    state, done = State.first(env, *env.reset(options={"task_id": task_id})), False
     expert = env.expert(task_id) if actor == "expert" else iter(())
     points: list[Point] = []
     prefix: tuple[str, ...] = ()
