@@ -112,7 +112,7 @@ def rounds_of(
 
 def sampling(name: str, rounds: list[list[Sample]], model: Any, chat: Chat, repeats: int) -> Iterator[str]:
     """The plain way answers the first request of each round."""
-    tokens = sum(len(chat.prompt(r.state)) for asked in rounds for r in asked) // sum(map(len, rounds))
+    tokens = sum(len(chat.prompt(r.state)) for r in itertools.chain(*rounds)) // sum(map(len, rounds))
     free = not rounds[0][0].valid
     rates: dict[str, list[float]] = {"one at a time": [], **({"generate": []} if free else {}), "fast": []}
     for _ in range(repeats):
@@ -120,12 +120,12 @@ def sampling(name: str, rounds: list[list[Sample]], model: Any, chat: Chat, repe
         for way in rates:
             policy = (FastPolicy if way == "fast" else Policy)(model, chat)
             sample = partial(generate, policy) if way == "generate" else policy.sample
-            asked = [some[:1] for some in rounds] if way == "one at a time" else rounds
-            seconds, texts[way] = timed(lambda sample=sample, asked=asked: [sample(some) for some in asked])
-            rates[way].append(sum(r.n for some in asked for r in some) / seconds)
+            groups = [requests[:1] for requests in rounds] if way == "one at a time" else rounds
+            seconds, texts[way] = timed(partial(list, map(sample, groups)))
+            rates[way].append(sum(r.n for requests in groups for r in requests) / seconds)
         if not free:
             continue
-        written = [c.text for some in texts["fast"] for answer in some for c in answer]
+        written = [c.text for answers in texts["fast"] for answer in answers for c in answer]
         same = [ours == theirs for ours, theirs in zip(written, itertools.chain(*texts["generate"]), strict=True)]
         if sum(same) < 0.9 * len(same):
             raise AssertionError("other texts")

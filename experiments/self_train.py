@@ -18,9 +18,10 @@ RUN/sft started, not from RUN/sft, and is trained in the same way on more data.
 
 import argparse
 import json
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import envs
 import sft
@@ -82,36 +83,37 @@ def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, args: argparse
 def best_branch(tree: list[dict]) -> dict | None:
     """Of the branches that the agent ended that of the highest reward, of equals the shortest, as in expert.jsonl."""
     leaves = [node for node in tree if node["done"] and node["source"] == "policy"]
-    return branch(tree, max(leaves, key=lambda node: (node["reward"], -node["depth"]))) if leaves else None
+    return branch(tree, leaves, lambda node: (node["reward"], -node["depth"]))
 
 
 def expert_branch(tree: list[dict]) -> dict | None:
     """The demonstration in a tree."""
-    shown = [node for node in tree if node.get("expert")]
-    return branch(tree, max(shown, key=itemgetter("depth"))) if shown else None
+    return branch(tree, [node for node in tree if node.get("expert")], itemgetter("depth"))
 
 
-def branch(tree: list[dict], leaf: dict) -> dict:
-    """From the root to a node, as in expert.jsonl."""
+def branch(tree: list[dict], nodes: list[dict], worth: Callable[[dict], Any]) -> dict | None:
+    """From the root to the node that is worth most, as in expert.jsonl; None if there is no node."""
+    if not nodes:
+        return None
+    leaf = max(nodes, key=worth)
     messages = [*states_of(tree)[leaf["parent_id"]].dump(), {"role": "assistant", "content": leaf["action"]}]
     origin = {key: tree[0].get(key, "") for key in ("task_id", "env", "task")}
     return origin | {"messages": messages, "reward": leaf["reward"]}
 
 
 def kept(lines: Iterable[dict], threshold: float, expert: Iterable[dict]) -> list[dict]:
-    """The distinct trajectories that earned enough and are not the expert's; "source" tells them from those.
+    """The distinct trajectories that earned enough and are not the expert's; "source" tells them from those."""
+    new = {json.dumps(line["messages"]): line for line in lines if line["reward"] >= threshold - 1e-9}
+    for line in expert:
+        new.pop(json.dumps(line["messages"]), None)
+    lines = [{name: line[name] for name in line if name != "tokens"} for line in new.values() if speaks(line)]
+    return [line | {"source": "policy"} for line in lines]
 
-    None holds an empty reply, or one whose thought was cut: sft.py takes no such demonstrations.
-    """
-    shown = {json.dumps(line["messages"]) for line in expert}
-    good = {json.dumps(line["messages"]): line for line in lines if line["reward"] >= threshold - 1e-9}
 
-    def silent(turn: dict) -> bool:
-        return turn["role"] == "assistant" and not without_thinking(turn["content"]).strip()
-
-    new = [line for text, line in good.items() if text not in shown and not any(map(silent, line["messages"]))]
-    fields = ("task_id", "env", "task", "messages", "reward")
-    return [{key: line[key] for key in fields} | {"source": "policy"} for line in new]
+def speaks(line: dict) -> bool:
+    """Whether no reply is empty, and no thought of one is cut: sft.py takes no such demonstrations."""
+    replies = (turn["content"] for turn in line["messages"] if turn["role"] == "assistant")
+    return all(without_thinking(reply).strip() for reply in replies)
 
 
 def demonstrations(checkpoint: Path, env: envs.TextEnv) -> list[dict]:

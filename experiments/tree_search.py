@@ -88,13 +88,11 @@ class Search:
 
     def step(self, node: Node, child: Node) -> Node:
         """Step a child of the node that the environment is in. Returns it, arrived."""
-        observation, reward, terminated, truncated, _ = self.env.step(parse_action(child.action))
+        child.state, reward, child.done = node.state.act(self.env, child.action)
         self.env_steps += 1
-        observation = self.env.message(observation)
         candidates, values = [c.action for c in node.children], [c.value for c in node.children]
-        step = Step(node.state, node.drawn, candidates, values, child.action, observation, reward)
-        child.state, child.path = node.state.then(child.action, observation), (*node.path, step)
-        child.done = terminated or truncated
+        step = Step(node.state, node.drawn, candidates, values, child.action, child.state.observation, reward)
+        child.path = *node.path, step
         return self.arrive(child, node.request.key[1])
 
     def come_to(self, node: Node, copy: bool = True) -> None:
@@ -221,10 +219,8 @@ def play(settings: dict, env: envs.TextEnv, task_id: str, method: Variant, chat:
     """As `q_search.Player.play`. Every draw costs its tokens once, whether it was played or not."""
     search = Search(env, task_id, method, chat.rendering)
     end = yield from getattr(search, method.name)(**settings)
-    *path, last = end.path
-    path.append(dataclasses.replace(last, reward=env.outcome(last.reward, done=True)))
     costs = costs_of(chat, [search.expanded], lambda step: step.candidates)
-    outcome = describe(path, [search.expanded], costs)
+    outcome = describe(end.path, [search.expanded], costs)
     steps = {"env_steps": search.env_steps, "env_steps_replayed": search.env_steps + search.replayed}
     return outcome | steps | {"restores": search.restores, "resets": method.N}
 

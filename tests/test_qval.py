@@ -49,7 +49,7 @@ def test_replay_reproduces_every_hash(name, options):
     points = [point for walk in walks for point in played(walk)]
     assert len(points) > 10
     for point in points:
-        copy = Point.load(json.loads(json.dumps(vars(point))))
+        copy = Point(**json.loads(json.dumps(vars(point))))
         assert copy == point and copy.restore(env.fork()).messages[-1][1] == point.observation
         assert len(set(point.candidates)) == len(point.candidates) <= 4
     with pytest.raises(UserError, match="another state"):

@@ -97,7 +97,7 @@ class Run:
         records = self.kept("points.jsonl", lines, flags, **{"sft": args.sft} if args.actor == "agent" else {})
         if not records:
             raise UserError(f"{args.env}: no trajectory of --split {args.split} is longer than three turns")
-        return list(map(Point.load, records))
+        return [Point(**record) for record in records]
 
     def returns(self, reference: str, points: list[Point]) -> list[list[float]]:
         """labels-REFERENCE.jsonl: the returns of each candidate, (candidates, K)."""
@@ -135,7 +135,7 @@ class Run:
 
 def predict(env: envs.TextEnv, point: Point, chosen: Entry, context: Context) -> Generator[Any, Any, list]:
     """A score's values of a point's candidates."""
-    decision = Decision(env, point.restore(env), list(point.candidates), (point.task_id, "score", point.hash))
+    decision = Decision(env, point.restore(env), point.candidates, (point.task_id, "score", point.hash))
     values = yield from chosen.scores(context, decision)
     env.close()
     return [None if value is None else float(value) for value in values]

@@ -41,8 +41,8 @@ class Point:
     """A state and the actions to choose among there, as the agent writes them."""
 
     task_id: str
-    prefix: tuple[str, ...]  # the actions that lead there from the task's start
-    candidates: tuple[str, ...]  # distinct, in a random order
+    prefix: list[str]  # the actions that lead there from the task's start
+    candidates: list[str]  # distinct, in a random order
     taken: int  # which of them the behaviour policy took
     observation: str  # the message that the state ends with
     hash: str
@@ -57,10 +57,6 @@ class Point:
             steps = f"task {self.task_id}: {len(self.prefix)} actions lead to another state than when the points were"
             raise UserError(f"{steps} collected; --overwrite starts the study again")
         return state
-
-    @classmethod
-    def load(cls, record: dict) -> "Point":
-        return cls(**{**record, "prefix": tuple(record["prefix"]), "candidates": tuple(record["candidates"])})
 
 
 def digest(observation: str) -> str:
@@ -77,7 +73,7 @@ def trajectory(
     state, done = State.first(env, *env.reset(options={"task_id": task_id})), False
     expert = env.expert(task_id) if actor == "expert" else iter(())
     points: list[Point] = []
-    prefix: tuple[str, ...] = ()
+    prefix: list[str] = []
     while not done:
         key = (task_id, "qval", n, len(prefix))
         valid = [react(*candidate) for candidate in env.candidates()]
@@ -91,11 +87,11 @@ def trajectory(
             break
         taken = uniform[0] if uniform and stray < epsilon else drawn[0]
         candidates = distinct_actions(env, [taken, *drawn, *uniform])[:width]  # of equals the first: it is taken
-        shuffled = tuple(action for _, action in sorted(zip(order, candidates, strict=False)))
+        shuffled = [action for _, action in sorted(zip(order, candidates, strict=False))]
         seen, block = state.observation, env.block(task_id)
         points.append(Point(task_id, prefix, shuffled, shuffled.index(taken), seen, digest(seen), block))
         state, _, done = state.act(env, taken)
-        prefix += (taken,)
+        prefix = [*prefix, taken]
     env.close()
     inner = points[FIRST : len(points) - LAST]
     order = uniforms(len(inner), seed, task_id, "keep", n)
@@ -128,12 +124,12 @@ def label(
     state, text = point.restore(env), point.candidates[i]
     key = (point.task_id, "label", point.hash, i, k)
     env.reseed(int(uniforms(1, *key, "ice")[0] * 2**53))  # of slippery ice
-    if reference == "policy":
-        value = yield from rollout(env, state, text, gamma, key, rendering)
-    elif reference == "expert":
-        value = expert(env, point.task_id, parse_action(text), gamma)
-    else:
+    if reference in EXACT:
         value = exact(env, parse_action(text), gamma)
+    elif reference == "expert":
+        value = yield from rollout(env, state, text, gamma, key, rendering, env.expert(point.task_id))
+    else:
+        value = round((yield from rollout(env, state, text, gamma, key, rendering)), 6)
     env.close()
     return value
 
@@ -149,26 +145,23 @@ def exact(env: envs.TextEnv, action: str, gamma: float) -> float:
     return float(value)
 
 
-def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float) -> float:
-    """The discounted reward of the expert after this action."""
-    _, reward, terminated, truncated, _ = env.step(action)
-    player, discount = env.expert(task_id), 1.0
-    while not (terminated or truncated) and (decision := next(player, None)):
-        _, reward, terminated, truncated, _ = env.step(decision[1])
-        discount *= gamma
-    return discount * float(reward)
-
-
 def rollout(
-    env: envs.TextEnv, state: State, text: str, gamma: float, key: tuple, rendering: Rendering
+    env: envs.TextEnv, state: State, text: str, gamma: float, key: tuple, rendering: Rendering, player: Any = None
 ) -> Generator[Any, Any, float]:
-    """The discounted reward of the agent after this action."""
-    after, reward, done = state.act(env, text)
-    t = 0
+    """The discounted reward after this action: of a player of the environment, without one of the agent."""
+    state, reward, done = state.act(env, text)
+    discount, moves = 1.0, itertools.count(1)
     while not done:
-        t += 1
-        # Of a Markov environment the same state, whatever led there: the agent reads it once.
-        state = State(after.messages[-1:], after.task) if rendering.markov else after
-        (candidate,) = yield ask(env, state, 1, (*key, t), rendering)
-        after, reward, done = state.act(env, candidate.text)
-    return round(gamma**t * reward, 6)
+        if player:
+            move = next(player, None)
+            if move is None:
+                return 0.0
+            text = react(*move)
+        else:
+            # Of a Markov environment the same state, whatever led there: the agent reads it once.
+            state = State(state.messages[-1:], state.task) if rendering.markov else state
+            (candidate,) = yield ask(env, state, 1, (*key, next(moves)), rendering)
+            text = candidate.text
+        state, reward, done = state.act(env, text)
+        discount *= gamma
+    return discount * reward
