@@ -98,9 +98,8 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
             condition, x = line[0].condition, [group.mean(cost) for group in line]
             look = {"color": COLOURS.get(condition.method, ORACLE if condition.oracle else OTHER), "marker": marker}
             look |= {"label": name, "linestyle": "--" if condition.oracle else "-"}
-            marks = [
-                group.condition.budget for group in line if cost == "total"
-            ]  # the other panel has the same heights
+            # In the other panel a group has the same height: no mark tells it there.
+            marks = [group.condition.budget for group in line if cost == "total"]
             curve(axes, x, [group.reward for group in line], marks, **look)
         axes.set_xlabel(label + ", nominal" * (nominal and cost == "total"))
         axes.set_xlim(left=0)

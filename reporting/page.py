@@ -39,12 +39,9 @@ def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
 def sections(groups: Sequence[Group], pictures: dict[str, dict[str, str]], warnings: Iterable[str] = ()) -> list[str]:
     """Warnings, the first figure, the tables, the other figures; pictures: {figure: {environment: SVG}}."""
     rows = tables.headline(groups)
-    everything = fold("All results", table(tables.results_table(groups)))
-    types = fold("Results by type of task", table(tables.types_table(groups)))
-    notes = map(note, tables.notes(groups))
-    results = [table(tables.results_table(rows)[tables.SHORT]), *notes, everything, types]
-    everything = fold("All paired differences in reward", table(tables.differences_table(groups)))
-    differences = [table(tables.differences_table(rows)), note(tables.DIFFERENCES_NOTE), everything]
+    *folds, last = [fold(title, table(rows_of(groups))) for title, rows_of in tables.TABLES.items()]
+    results = [table(tables.results_table(rows)[tables.SHORT]), *map(note, tables.notes(groups)), *folds]
+    differences = [table(tables.differences_table(rows)), note(tables.DIFFERENCES_NOTE), last]
     parts = [section("results", "Results", *results)]
     parts += [section("differences", "Paired differences in reward", *differences)]
     for name, title in TITLES.items():

@@ -1,8 +1,7 @@
-"""Figures of runs/reference_output, from its results.csv: python -m reporting.reference"""
+"""Figures of runs/reference_output, from its results.csv and figures.csv: python -m reporting.reference"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -37,38 +36,19 @@ RANKING = dict([*LINES.items()][:2]) | {  # and what is added to the agent's nam
     ("oracle_step", ""): ("the true value of M actions (oracle)", INK, "v:"),
 }
 SETTING = ["environment", "split", "commit"]
-PANELS = {  # title: environment, split, commit of results.csv, agent
-    "ALFWorld, unseen": ("alfworld", "valid_unseen", "208754c", "cloned"),
-    "real games, unseen": ("alfworld_real", "valid_unseen", "d871414", "cloned"),
-    "with thoughts, unseen": ("alfworld", "valid_unseen, first games", "d11bad8", "cloned with thoughts"),
-    "five shops of WebShop": ("webshop", "test, own worlds", "7959f49", "cloned"),
-    "three sets of ALFWorld's games": ("alfworld", "valid_unseen, own worlds", "7959f49", "cloned"),
-    "five trainings on FrozenLake": ("frozenlake", "lakes2, own worlds", "7959f49", "cloned"),
-    "ALFWorld's real games": ("alfworld_real", "valid_unseen, first 30", "a95484b", "SmolLM2-135M"),
-    "WebShop's real products": ("webshop_real", "test, first 30", "ed5ba0a", "SmolLM2-135M"),
-    "FrozenLake, new starts": ("frozenlake", "lakes, 49 to 118", "a51ce67", "SmolLM2-135M, head alone"),
-    "100 tasks of WebShop": ("webshop", "test 400-499", "ed5ba0a", "cloned, small"),
-    "100 games of ALFWorld": ("alfworld", "valid_unseen, first 100", "ce66e57", "cloned, small"),
-    "118 starts on FrozenLake": ("frozenlake", "lakes", "ece9359", "cloned, small"),
-}
-FIGURES = {  # file: lines, and the titles of its panels
-    "tokens": (RANKING, ("five shops of WebShop", "three sets of ALFWorld's games", "five trainings on FrozenLake")),
-    "alfworld": (LINES, ("ALFWorld, unseen", "real games, unseen", "with thoughts, unseen")),
-    "smollm2": (PRETRAINED, ("ALFWorld's real games", "WebShop's real products", "FrozenLake, new starts")),
-    "searches": (LINES, ("100 tasks of WebShop", "100 games of ALFWorld", "118 starts on FrozenLake")),
-}
+FIGURES = {"tokens": RANKING, "alfworld": LINES, "smollm2": PRETRAINED, "searches": LINES}  # panels: figures.csv
 
 
-def draw(results: pd.DataFrame, lines: dict, titles: Sequence[str]) -> Figure:
+def draw(results: pd.DataFrame, lines: dict, settings: pd.DataFrame) -> Figure:
     """Mean reward with its interval against tokens per task; below it minus the agent's, a dot per seed, if all panels
     have seeds. Marks are M or N, of MCTS its simulations."""
-    panels = [results[(results[SETTING] == [*PANELS[title][:3]]).all(axis=1)] for title in titles]
+    panels = [results[(results[SETTING] == setting).all(axis=1)] for setting in settings[SETTING].to_numpy()]
     paired = all((panel["tokens"].notna() & (panel["seed"] != "all")).any() for panel in panels)
     figure = Figure(figsize=(9.3, 6 if paired else 3.7), layout="constrained")
-    grid = figure.subplots(1 + paired, len(titles), squeeze=False, height_ratios=(3, 2)[: 1 + paired])
+    grid = figure.subplots(1 + paired, len(panels), squeeze=False, height_ratios=(3, 2)[: 1 + paired])
     legend = {}  # by label: not every panel has them all
-    for (axes, *below), title, panel in zip(grid.T, titles, panels, strict=True):
-        agent = PANELS[title][3]
+    titles = settings["title"], settings["agent"]
+    for (axes, *below), panel, title, agent in zip(grid.T, panels, *titles, strict=True):
         nominal = ", nominal" * agent.startswith("cloned")  # the tiny model only chooses among valid actions
         axes.set(title=title, xlabel="all tokens a task" + nominal)
         start = panel[(panel["agent"] == agent) & (panel["name"] == "greedy")].set_index("seed")["reward"]
@@ -95,8 +75,8 @@ def main() -> None:
     results[["name", "mark"]] = results["method"].str.extract(r"^(\w+)(?:.*S=(\d+))?")
     results["mark"] = results["mark"].fillna(results[["M", "N"]].max(axis=1).astype(str)).replace("1", "")
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
-        for file, (lines, titles) in FIGURES.items():
-            draw(results, lines, titles).savefig(FOLDER / f"{file}.png")
+        for file, settings in pd.read_csv(FOLDER / "figures.csv").groupby("figure"):
+            draw(results, FIGURES[file], settings).savefig(FOLDER / f"{file}.png")
 
 
 if __name__ == "__main__":

@@ -250,11 +250,9 @@ def check_tables(groups: Sequence[Group]) -> Iterator[str]:
         env, most = rows[0].condition.env, max(rows, key=lambda group: len(group.blocks))
         files = dict.fromkeys(path for group in rows for path in group.episodes["file"])
         protocols = {path: meta_of(path)["protocol"] for path in files if "protocol" in meta_of(path)}
-        worlds = {
-            path: {name: fields[name] for name in fields if name not in AGENT} for path, fields in protocols.items()
-        }
-        for (a, ours), (b, theirs) in pairwise(worlds.items()):
-            check_same(a, b, ours, theirs, env, ALONE)
+        for a, b in pairwise(protocols):
+            ours = {name: value for name, value in protocols[a].items() if name not in AGENT}
+            check_same(a, b, ours, protocols[b], env, ALONE)
         if len(protocols) < len(files) > 1:
             yield f"{env}: {len(files) - len(protocols)} of {len(files)} files tell no protocol: theirs may be another"
         for group in rows:

@@ -106,17 +106,21 @@ def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
     return pd.DataFrame(rows).drop_duplicates()
 
 
+TABLES = {  # of all groups
+    "All results": results_table,
+    "Results by type of task": types_table,
+    "All paired differences in reward": differences_table,
+}
+
+
 def text(groups: Sequence[Group], warnings: Sequence[str] = ()) -> str:
     """All tables as Markdown, those of the headline first, below what is to be minded."""
     rows = headline(groups)
     parts = [f"**Warning:** {warning}" for warning in warnings]
     parts += [markdown(results_table(rows)[SHORT]), *notes(groups), DIFFERENCES_NOTE]
-    parts += ["All results", markdown(results_table(groups))]
-    if len(types := types_table(groups)):
-        parts += ["Results by type of task", markdown(types)]
-    differences = differences_table(groups)
-    if len(differences):
-        parts += ["All paired differences in reward", markdown(differences)]
+    for title, table in TABLES.items():
+        if len(rows := table(groups)):
+            parts += [title, markdown(rows)]
     return "\n\n".join(parts) + "\n"
 
 
