@@ -32,10 +32,9 @@ def fingerprint(path: str) -> str:
 
     What a system leaves in a folder does not count, nor do the line ends of files that are read whole.
     """
-    found = glob.glob(f"{glob.escape(path)}/**", recursive=True)  # through links; not hidden files
-    left = ("Thumbs.db", "desktop.ini", "__pycache__")
-    found = [file for file in found if not set(left).intersection(Path(file).parts)]
-    paths = sorted(filter(os.path.isfile, found)) or [path]
+    names = glob.glob(f"{glob.escape(path)}/**", recursive=True)  # through links; not hidden files
+    debris = {"Thumbs.db", "desktop.ini", "__pycache__"}
+    paths = sorted(name for name in names if os.path.isfile(name) and not debris & {*Path(name).parts}) or [path]
     every = len(paths) // 500 + 1
     total = hashlib.sha256()
     for i, file in enumerate(paths):

@@ -77,9 +77,9 @@ def step(method: Callable, env: Any, action: str) -> tuple:
         raise UserError(f"{env.name}: step before reset: no task is being played")
     if env.final_answer:
         return *env.final_answer[:4], copy.copy(env.final_answer[4])
-    known = env.knows(action)
+    env.known = env.knows(action)
     observation, reward, terminated, truncated, info = method(env, action)
-    info["known"] = env.known = known
+    info["known"] = env.known
     terminated, truncated = bool(terminated), bool(truncated)
     if terminated or truncated:
         env.final_answer = observation, 0.0, terminated, truncated, copy.copy(info)
@@ -127,8 +127,8 @@ def build(name: str, kind: type, options: dict[str, Any]) -> Any:
     try:
         parameters.bind(**options)
     except TypeError as error:
-        known = ", ".join(parameters.parameters) or "none"
-        raise UserError(f"--env {name}: {error} (--env-option NAME=VALUE; its options: {known})") from None
+        names = ", ".join(parameters.parameters) or "none"
+        raise UserError(f"--env {name}: {error} (--env-option NAME=VALUE; its options: {names})") from None
     env = attempt(lambda: f"--env {name}", kind, **options)
     if "max_steps" in options:  # a class may take it and not pass it on
         env.max_steps = options["max_steps"]

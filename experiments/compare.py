@@ -24,11 +24,10 @@ from typing import Any
 
 import envs
 import q_search
-from experiments.paraphrase import paraphrased, prompt_tokens
+from experiments.paraphrase import Reworded, paraphrased, prompt_tokens
 from q_search import Method, Player
 from qlass import UserError, results
 from qlass.batching import Sample, Score
-from qlass.chat import Chat
 from qlass.flags import at_least
 from qlass.messages import State, parse_action, react
 from qlass.results import Episode, Step, describe
@@ -69,12 +68,12 @@ class Oracle(Variant):
         return list(map(fmean, zip(*values, strict=True)))
 
 
-def ahead(env: envs.TextEnv, state: State, action: str, otherwise: float | None) -> float:
+def ahead(env: envs.TextEnv, state: State, action: str, otherwise: float | None = None, *gamma: float) -> float:
     """What an action earns if it ends the episode, else `otherwise` or the best that can then be reached."""
     here = env.snapshot()
     _, reward, done = state.act(env, action)
     if not done:
-        reward = env.optimal_value() if otherwise is None else otherwise
+        reward = env.optimal_value(*gamma) if otherwise is None else otherwise
     env.restore(here)
     return reward
 
@@ -115,12 +114,7 @@ def follow(env: envs.TextEnv, task_id: str, method: Variant) -> Episode:
 
 
 class Comparison(Player):
-    """Plays environments' own players and oracles too. reworded: the draws are `paraphrase.Reworded`."""
-
-    def __init__(self, chat: Chat | None, reworded: bool = False) -> None:
-        """chat: None if only players play."""
-        super().__init__(chat)
-        self.reworded = reworded
+    """Plays environments' own players and oracles too."""
 
     def play(self, env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
         if method.name in PLAYERS:
@@ -134,7 +128,7 @@ class Comparison(Player):
         outcome = super().outcome(method, best, episodes)
         if isinstance(method, Variant) and method.looks:
             outcome["env_steps"] += sum(len(step.candidates) for steps in episodes for step in steps)
-        if self.reworded:
+        if isinstance(best[0].drawn[0], Reworded):
             outcome["tokens"]["prompt"] = prompt_tokens(self.chat, episodes)
         return outcome
 
@@ -207,12 +201,11 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env, tasks = q_search.environment(args)
     plan = plan_of(env, args)
-    chat, models = None, {}
+    chat, models = None, {}  # none, if only players play
     if any(method.name not in PLAYERS for method in plan):
         chat, models = q_search.load(args, env, any(method.needs_q for method in plan))
         models[Sample] = paraphrased(models[Sample], env, args.paraphrase, args.paraphrase_server)
-    game = Comparison(chat, args.paraphrase is not None or bool(args.paraphrase_server)).play
-    results.play(args, env, tasks, plan, game, models)
+    results.play(args, env, tasks, plan, Comparison(chat).play, models)
 
 
 if __name__ == "__main__":

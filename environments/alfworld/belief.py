@@ -1,4 +1,4 @@
-"""Games that agree with what a player has seen of one; the rest is drawn anew."""
+"""Games that agree with what a player has seen of one; what it has not seen is drawn at random."""
 
 from __future__ import annotations
 

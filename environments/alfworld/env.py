@@ -62,9 +62,8 @@ class ALFWorldEnv(TextEnv):
         if engine not in ("python", "textworld"):
             raise UserError(f"alfworld: unknown engine {engine!r}: choose python or textworld")
         self.engine = engine
-        self.games = games.Games(
-            data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed, writable(make_alfworld.GENERATED))
-        )
+        data = data or os.environ.get("ALFWORLD_DATA")
+        self.games = games.Games(data or make_alfworld.ensure(seed, writable(make_alfworld.GENERATED)))
         self.task_id, self.template = None, self.instruction  # no task yet
         self.instruction = self.template.replace("PUT", PUT[0].format("{obj}", "{recep}"))
 
@@ -171,7 +170,7 @@ class ALFWorldEnv(TextEnv):
         _, self.state, self.memory, self.steps, self.feedback = snapshot
 
     def imagine(self, *key: Hashable) -> ALFWorldEnv:
-        """A fork that draws anew what no page has shown (belief.draw)."""
+        """A fork in which what no page has shown is drawn at random (belief.draw)."""
         other, rng = self.fork(), random.Random(repr(key))
         other.game, other.state = belief.draw(self.game, self.world(), self.memory, rng)
         other.player = other.game

@@ -281,12 +281,11 @@ def _ways(game: Game, state: World) -> Iterator[list[str]]:
     tools = [None]
     if goal.kind in TREATMENTS:
         tools = [r for r in game.location if kinds[r] in TREATMENTS[goal.kind][3]]
+    targets = [r for r in game.location if kinds[r] == goal.target]
     if goal.kind == "look":
         targets = [r for r, objects in state.contents.items() if any(kinds.get(o) == goal.target for o in objects)]
-    else:
-        targets = [
-            r for r in game.location if kinds[r] == goal.target and (goal.target, goal.object) in game.can_contain
-        ]
+    elif (goal.target, goal.object) not in game.can_contain:
+        return
     fetches = [(o, r) for o in sources for r in sources[o]]
     near = {state.location, *(game.location[r] for _, r in fetches if r), *(game.location[r] for r in tools if r)}
 

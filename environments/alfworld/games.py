@@ -116,13 +116,10 @@ class Games:
         self.root = Path(folder)
         if (self.root / "json_2.1.1").is_dir():
             self.root = self.root / "json_2.1.1"
-        layout = f"{folder}/json_2.1.1/<{'|'.join(FOLDERS)}>/<task>/<trial>/game.tw-pddl"
-        if not self.root.is_dir():
-            raise UserError(f"{folder}: no such folder: ALFWorld's games are expected as {layout}")
         if next(self.root.glob("*/*/*/game.tw-pddl"), None) is None:
-            raise UserError(
-                f"{folder}: holds no games: they are expected as {layout} (`alfworld-download` fetches them)"
-            )
+            reason = "holds no games" if self.root.is_dir() else "no such folder"
+            layout = f"{folder}/json_2.1.1/<{'|'.join(FOLDERS)}>/<task>/<trial>/game.tw-pddl"
+            raise UserError(f"{folder}: {reason}: {layout} are expected (`alfworld-download` fetches them)")
         self.load = functools.lru_cache(maxsize=512)(self._load)
         self._listed = functools.cache(self._list)
 

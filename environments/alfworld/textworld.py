@@ -23,10 +23,8 @@ def _package() -> tuple[Any, Any, Any]:
         from alfworld import info
         from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
     except ImportError as error:
-        message = f"the original engine of ALFWorld is not installed ({error})"
-        raise UserError(
-            f"{message}: pip install -r requirements-alfworld.txt, or leave out --env-option engine=textworld"
-        ) from None
+        remedy = "pip install -r requirements-alfworld.txt, or leave out --env-option engine=textworld"
+        raise UserError(f"the original engine of ALFWorld is not installed ({error}): {remedy}") from None
     if before is None:  # the package sets it to a cache folder of its own, which later would be taken for the user's
         os.environ.pop("ALFWORLD_DATA", None)
     return textworld, AlfredDemangler, info

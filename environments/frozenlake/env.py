@@ -97,12 +97,9 @@ class FrozenLakeEnv(TextEnv):
         truncated = not terminated and self.max_steps is not None and self.steps >= self.max_steps
         return note + self._look(), float(reward), bool(terminated), truncated, self._info()
 
-    def _where(self) -> str:
-        number = re.search(r"lakes/(\d+)", self.task_id)
-        return f"cell {lake.name_of(self.lake, self.cell)}" + (f" of lake {number[1]}" if number else "")
-
     def _look(self) -> str:
-        kind, where = lake.kind(self.lake, self.cell), self._where()
+        kind, number = lake.kind(self.lake, self.cell), re.search(r"lakes/(\d+)", self.task_id)
+        where = f"cell {lake.name_of(self.lake, self.cell)}" + (f" of lake {number[1]}" if number else "")
         if kind != "ice":
             return f"You fell into a hole at {where}." if "hole" in kind else f"You reached the goal at {where}."
         if not self.new_map:
@@ -136,11 +133,11 @@ class FrozenLakeEnv(TextEnv):
 
         It sees the map, as every player does: the map stands in the instruction or in each observation.
         """
-        yield from self._walk(self.q_star(), self.stray)
+        yield from self._walk(lake.q_star(self.lake), self.stray)
 
     def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
         """The optimal policy, without straying."""
-        yield from self._walk(self.q_star())
+        yield from self._walk(lake.q_star(self.lake))
 
     def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
         """The shortest path on the map, as if the ice did not slip: optimal where it does not."""
@@ -173,21 +170,17 @@ class FrozenLakeEnv(TextEnv):
     def reseed(self, seed: int) -> None:
         self.chances, _ = seeding.np_random(seed)
 
-    def q_star(self, gamma: float = 0.9) -> np.ndarray:
-        """Q*(s, a) of every cell, row by row, shape (cells, 4): see lake.q_star."""
-        return lake.q_star(self.lake, gamma)
-
-    def _left(self, gone: int = 0) -> int | None:
-        return None if self.max_steps is None else max(0, self.max_steps - self.steps - gone)
+    def _q_here(self, gamma: float, later: int = 0) -> np.ndarray:
+        """Q*(s, a) of this cell, shape (4,), within the steps that are left after so many more."""
+        left = None if self.max_steps is None else max(0, self.max_steps - self.steps - later)
+        return lake.q_star(self.lake, gamma, left)[self.cell]
 
     def q_star_of(self, action: str, gamma: float = 0.9) -> float:
-        """Q*(s, a) here, within the steps that are left; an invalid action only costs its step."""
+        """Q*(s, a) here; an invalid action only costs its step."""
         if (move := action.strip().lower()) in lake.MOVES:
-            return float(lake.q_star(self.lake, gamma, self._left())[self.cell, lake.MOVES.index(move)])
-        return gamma * float(lake.q_star(self.lake, gamma, self._left(1))[self.cell].max())
+            return float(self._q_here(gamma)[lake.MOVES.index(move)])
+        return gamma * float(self._q_here(gamma, 1).max())
 
     def optimal_value(self, gamma: float = 0.9) -> float:
-        """What it is worth to have come here, gamma * max_a Q*(s, a), within the steps that are left: without
-        slipping, gamma ** moves to the goal.
-        """
-        return gamma * float(lake.q_star(self.lake, gamma, self._left())[self.cell].max())
+        """What it is worth to have come here, gamma * max_a Q*(s, a): without slipping, gamma ** moves to the goal."""
+        return gamma * float(self._q_here(gamma).max())

@@ -97,9 +97,7 @@ class SciWorldEnv(TextEnv):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
         task_id = options["task_id"]
-        self.task = tasks.find_task(task_id, self.simplifications)
-        self.task_id, self.played, self.recent, self.inventory, self.best, self.steps = task_id, (), (), (), 0.0, 0
-        self.pool.players.add(self)
+        self.restore((tasks.find_task(task_id, self.simplifications), task_id, (), (), (), 0.0, 0))
         description = self.pool.description(self.task)
         return description, self._info(description, 0.0)
 

@@ -107,21 +107,20 @@ def stream(path: Path, quiet: bool = False) -> Iterator[Any]:
     ):
         file = io.TextIOWrapper(unzipped, encoding="utf-8")
         try:
-            text, line, last = file.read(CHUNK).lstrip(), 1, "["
+            text, line, last, at = file.read(CHUNK).lstrip(), 1, "[", 1
             if not text.startswith("["):
                 raise UserError(f"{path}: a list of products is expected")
-            at = 1
             while last != "]":
                 at = SPACE.match(text, at).end()
+                if last == "[" and text.startswith("]", at):
+                    at += 1
+                    break
                 reason = "',' or ']' is expected"
                 try:
                     value, end = decode(text, at)
                     mark = NEXT.match(text, end)
                 except json.JSONDecodeError as error:
                     mark, reason, end = None, error.msg, error.pos
-                if last == "[" and text.startswith("]", at):
-                    at += 1
-                    break
                 if mark:
                     yield value
                     at, last = mark.end(), mark[1]
@@ -240,9 +239,7 @@ def read_goals(path: Path, position: Callable[[str], int | None]) -> tuple[list[
     for number, goal in enumerate(goals):
         if not isinstance(goal, dict):
             raise UserError(f"{path}: goal {number} is not a JSON object")
-        if lacking := [field for field in GOAL_FIELDS if field not in goal]:
-            raise UserError(f"{path}: goal {number} lacks {', '.join(lacking)}")
-        wrong = [field for field, kind in GOAL_FIELDS.items() if not isinstance(goal[field], kind)]
+        wrong = [field for field, kind in GOAL_FIELDS.items() if not isinstance(goal.get(field), kind)]
         words = [] if wrong else ["attributes", "goal_options"]
         wrong += [field for field in words if not all(isinstance(word, str) for word in goal[field])]
         if wrong or not goal["attributes"]:
@@ -323,8 +320,7 @@ def splits(
         if not isinstance(indices, list) or not all(type(i) is int for i in indices):
             raise UserError(f"{file}: a JSON list of integers is expected")
         if beyond := [i for i in indices if not 0 <= i < len(owners)]:
-            raise UserError(
-                f"{file}: index {beyond[0]}, but there are only {len(owners)} goals; take the catalogue it is for"
-            )
+            size = f"there are only {len(owners)} goals"
+            raise UserError(f"{file}: index {beyond[0]}, but {size}; take the catalogue it is for")
         splits_by_name[name] = few(np.array([*dict.fromkeys(indices)], np.int32))
     return splits_by_name | {"all": few(everything)}

@@ -62,13 +62,11 @@ class WebShopEnv(TextEnv):
             page_size = page_size or engine.BUNDLED_PAGE_SIZE
             data = make_webshop.ensure(seed, writable(make_webshop.GENERATED))
         super().__init__(max_steps, instruction)
-        goals = goals and Path(str(goals))
+        goals, cache = (path and Path(str(path)) for path in (goals, cache))
         if page_size < 0:
             raise UserError(f"webshop: page_size={page_size}: results on a page, or 0 for the shop's own")
         page_size = page_size or engine.PAGE_SIZE
-        self.shop = engine.load(
-            Path(data), goals, title_nouns, human_goals, seed, page_size, cache and Path(str(cache))
-        )
+        self.shop = engine.load(Path(data), goals, title_nouns, human_goals, seed, page_size, cache)
         self.splits = catalogue.splits(self.shop.owners, self.shop.shares, split_file, per_product)
         self.published = human_goals and split_file is not None
         self.index, self.session = 0, engine.Session()
@@ -129,7 +127,7 @@ class WebShopEnv(TextEnv):
         self.session, details = self.shop.act(self.session, self.index, action)
         bought = details is not None
         reward = self.session.reward if bought else 0.0
-        truncated = not bought and self.max_steps is not None and self.steps >= self.max_steps
+        truncated = not bought and self.left <= 0
         info = self._info() | ({"reward_details": details} if bought else {})
         return self.shop.text(self.session, self.index), reward, bought, truncated, info
 

@@ -167,9 +167,8 @@ def cheapest_best(env: Any, query: str) -> Purchase | None:
         if budget >= 0:
             product = env.shop.products[position]
             reward, parts = env.score(product.asin, {})
-            bounds.append(
-                (-(reward + parts["r_type"] * parts["w_option"]), turns, place, budget, product.asin, position)
-            )
+            most = reward + parts["r_type"] * parts["w_option"]
+            bounds.append((-most, turns, place, budget, product.asin, position))
     for bound, turns, _, budget, asin, position in sorted(bounds):
         if best and -bound <= best.reward:
             break

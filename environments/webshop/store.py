@@ -89,9 +89,8 @@ class Store:
     """
 
     def __init__(self, folder: Path, kind: str, seed: int) -> None:
-        self.texts, self.asins, words, self.rows = (
-            Texts(folder / name) for name in ("products", "asins", "words", kind)
-        )
+        texts = (Texts(folder / name) for name in ("products", "asins", "words", kind))
+        self.texts, self.asins, words, self.rows = texts
         arrays = {path.stem: mapped(path) for path in folder.glob("*.npy")}
         self.by_asin, self.shares, ranges = arrays["by_asin"], arrays["shares"], arrays["prices"]
         self.of, self.ends, self.order = (arrays[f"{kind}.{name}"] for name in ("of", "ends", "order"))
@@ -187,8 +186,8 @@ def build(sources: tuple[Path, Path, Path], draft: Path, first: int | None = Non
                 asin = record["asin"]
                 if asin == "nan" or len(asin) > 10 or asin in position:
                     continue
-                known = instructions["synthetic"].get(asin, {})
-                product = catalogue.clean(record, known.get("attributes", ["DUMMY_ATTR"]))
+                instruction = instructions["synthetic"].get(asin, {})
+                product = catalogue.clean(record, instruction.get("attributes", ["DUMMY_ATTR"]))
             except OFF_SCHEMA as error:
                 message = f"{sources[0]}: product number {number} is not in WebShop's schema ({error!r})"
                 raise UserError(message) from None

@@ -20,6 +20,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import envs
+from experiments.compare import ahead
 from q_search import distinct_actions
 from qlass import UserError
 from qlass.batching import ask
@@ -125,7 +126,7 @@ def label(
     key = (point.task_id, "label", point.hash, i, k)
     env.reseed(int(uniforms(1, *key, "ice")[0] * 2**53))  # of slippery ice
     if reference in EXACT:
-        value = exact(env, parse_action(text), gamma)
+        value = exact(env, state, text, gamma)
     elif reference == "expert":
         value = yield from rollout(env, state, text, gamma, key, rendering, env.expert(point.task_id))
     else:
@@ -134,15 +135,11 @@ def label(
     return value
 
 
-def exact(env: envs.TextEnv, action: str, gamma: float) -> float:
+def exact(env: envs.TextEnv, state: State, text: str, gamma: float) -> float:
     """Q*(s, a) where `env` stands, which is left as it was."""
     if hasattr(env, "q_star_of"):  # its steps may slip: no single next state decides
-        return env.q_star_of(action, gamma)
-    start = env.snapshot()
-    _, reward, terminated, truncated, _ = env.step(action)
-    value = reward if terminated or truncated else env.optimal_value(gamma)
-    env.restore(start)
-    return float(value)
+        return env.q_star_of(parse_action(text), gamma)
+    return ahead(env, state, text, None, gamma)
 
 
 def rollout(

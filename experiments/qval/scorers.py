@@ -228,7 +228,7 @@ SCORERS = {
     "step_index": Entry("control", each(lambda c, d, a: float(d.env.steps))),
     "untried": Entry("control", each(lambda c, d, a: untried(d.state, a))),
     "state_value": Entry("control", each(lambda c, d, a: d.env.optimal_value(c.args.gamma)), ("truth",)),
-    "oracle": Entry("control", each(lambda c, d, a: exact(d.env, parse_action(a), c.args.gamma)), ("truth",)),
+    "oracle": Entry("control", each(lambda c, d, a: exact(d.env, d.state, a, c.args.gamma)), ("truth",)),
     "code": Entry("code", each(lambda c, d, a: (lake if c.args.env == "frozenlake" else overlap)(d.state, a))),
     "tree_bellman": Entry("tree", in_trees("q"), ("trees",)),
     "tree_average": Entry("tree", in_trees("avg"), ("trees",)),
