@@ -69,9 +69,6 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - started, result
 
 
-# ---------------------------------------------------------------------------------------------------------- sampling
-
-
 @torch.inference_mode()
 def generate(policy: Policy, requests: list[Sample]) -> list[str]:
     """`Policy.sample` by transformers' own `generate`: a row for each candidate, prompts padded on the left."""
@@ -150,9 +147,6 @@ def three_cases(path: str | None, data: str | None, repeats: int) -> Iterator[st
         yield from sampling(name, rounds_of(env, chat, episodes, skip), model, chat, repeats)
 
 
-# ------------------------------------------------------------------------------------------- exploration trees and QNet
-
-
 def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -> list[list[dict]]:
     """The trees of these tasks, `width` of them side by side, as lines of trees.jsonl."""
 
@@ -224,9 +218,6 @@ def qnet(n: int = 2) -> Iterator[str]:
     ours = scorer(net)
     ours.score([Score(state, (action,)) for state, action in nodes])
     yield line("values of these trees' nodes", one_by_one(chat, nodes), ours.cache.computed, "tokens")
-
-
-# ------------------------------------------------------------------------------------------------------- environments
 
 
 def webshop(data: str | None, seconds: float = 5) -> Iterator[str]:

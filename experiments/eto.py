@@ -39,8 +39,7 @@ from qlass.published import Demonstration, by_task, cloned_from, read
 from qlass.runs import need, parse, run_stage
 from train_qnet import families, pairs_of
 
-LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
-LR_TINY = 1e-4
+LR = {"webshop": 2e-5, "alfworld": 3e-5, "others": 1e-4}  # of the tiny model
 GAP = 0.05  # siblings whose q differ by less are level
 
 
@@ -173,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     # The reference of an iteration's failures is the agent that made them: itself, before its updates.
-    learner = load(args, env, LR.get(args.env, LR_TINY), copied=args.pairs == "siblings")
+    learner = load(args, env, LR, copied=args.pairs == "siblings")
     rendering = learner.chat.rendering
     if args.pairs == "expert":
         source, most = cloned_from(args.sft)

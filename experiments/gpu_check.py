@@ -50,12 +50,11 @@ def make_model(folder: Path) -> None:
 
 def seconds(work: Callable[[], Any]) -> float:
     """Of a call, until the device has done it."""
-    if GPU:
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if GPU else lambda: None
+    wait()
     started = time.perf_counter()
     work()
-    if GPU:
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - started
 
 
@@ -138,8 +137,7 @@ def figures(run: Path) -> Iterator[str]:
     yield "| option | peak memory | tokens/s | FLOP utilisation |\n|---|---|---|---|"
     for name, option in OPTIONS.items():
         gc.collect()
-        if GPU:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         try:
             cells = training(run, **option)
         except (UserError, torch.cuda.OutOfMemoryError) as error:

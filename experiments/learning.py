@@ -108,8 +108,8 @@ class Learner:
         return state["lines"]
 
 
-def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = True) -> Learner:
-    """The agent, which is to play `env`. The reference is a copy, or itself. lr: the tiny model's, without --lr."""
+def load(args: argparse.Namespace, env: envs.TextEnv, rates: dict[str, float], copied: bool = True) -> Learner:
+    """The agent, which is to play `env`. The reference is a copy, or itself. rates: the tiny model's, without --lr."""
     args.sft = runs.need(args.sft, args.run / "sft", "sft", args)
     args.precision = None
     models.settle_precision(args)
@@ -117,7 +117,8 @@ def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = 
     model, chat, adapter = trainable(args, AutoModelForCausalLM)
     begin_as_cloned(env, chat.rendering, args)
     small = model.num_parameters() < SMALL
-    flags.fill_defaults(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
+    lr = rates.get(args.env, rates["others"]) if small else LR_LORA if args.lora else LR_PRETRAINED
+    flags.fill_defaults(args, {"lr": lr})
     # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
     frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
     reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model

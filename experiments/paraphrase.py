@@ -41,25 +41,24 @@ class Reworded(Candidate):
     wording: str = ""  # that it was sampled under
 
 
-class Paraphrased:
-    """Answers `Sample` requests as `sample` does, candidate k of trial n under wording n M + k of the task.
+def under_wordings(sample: Callable, reworder: Reworder, wordings: int = 0) -> Callable:
+    """What answers `Sample` requests as `sample` does, candidate k of trial n under wording n M + k of the task.
 
     wordings: how many there are of each task, counted with the original; 0: all different. Each is asked for once.
     """
+    reworder, wordings = functools.cache(reworder), wordings or sys.maxsize
 
-    def __init__(self, sample: Callable, reworder: Reworder, wordings: int = 0) -> None:
-        self.sample, self.reworder, self.wordings = sample, functools.cache(reworder), wordings or sys.maxsize
-
-    def __call__(self, requests: list[Sample]) -> list[list[Candidate]]:
-        """A request's key is (task, trial, step)."""
+    def answer(requests: list[Sample]) -> list[list[Candidate]]:  # a request's key is (task, trial, step)
         parts: list[list[Sample]] = [[] for _ in requests]  # of each request, one for each wording
         for r, several in zip(requests, parts, strict=True):
-            indices = [(r.key[1] * r.n + k) % self.wordings for k in range(r.n)]
-            for wording, n in Counter(self.reworder(r.state.task, index) for index in indices).items():
+            indices = [(r.key[1] * r.n + k) % wordings for k in range(r.n)]
+            for wording, n in Counter(reworder(r.state.task, index) for index in indices).items():
                 key = r.key if wording == r.state.task else (*r.key, wording)
                 several.append(dataclasses.replace(r, state=reword(r.state, wording), n=n, key=key))
-        drawn = iter(self.sample(list(itertools.chain(*parts))))
+        drawn = iter(sample(list(itertools.chain(*parts))))
         return [[Reworded(**vars(c), wording=p.state.task) for p in several for c in next(drawn)] for several in parts]
+
+    return answer
 
 
 def by_server(url: str) -> Reworder:
@@ -81,7 +80,7 @@ def paraphrased(sample: Callable, env: Any, wordings: int | None, server: str | 
     """What answers the Sample requests of a search; neither wordings nor a server of them: as `sample` does."""
     if wordings is None and server is None:
         return sample
-    return Paraphrased(sample, by_server(server) if server else env.paraphrase, wordings or 0)
+    return under_wordings(sample, by_server(server) if server else env.paraphrase, wordings or 0)
 
 
 def prompt_tokens(chat: Chat, episodes: Sequence[Sequence[Step]]) -> int:

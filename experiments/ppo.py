@@ -27,7 +27,7 @@ import bellman
 import envs
 from experiments.decisions import mixed_precision, pack_decisions
 from experiments.learning import Learner, learn, learner_parser, load, trainable
-from experiments.tree_grpo import LR, LR_TINY, Batch, Group, add_update, batches, by_decision, line_of, play, update
+from experiments.tree_grpo import LR, Batch, Group, add_update, batches, by_decision, line_of, play, update
 from qlass import UserError
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, tree_inputs
@@ -171,7 +171,7 @@ def load_critic(learner: Learner, args: argparse.Namespace) -> QNet:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    learner = load(args, env, LR.get(args.env, LR_TINY))
+    learner = load(args, env, LR)
     critic = load_critic(learner, args)
     args.labels = args.labels or args.run / "q_labels-avg.jsonl"
     if meta_of(args.labels)["recipe"].get("target", "avg") != "avg":

@@ -39,7 +39,6 @@ from train_qnet import load_qnet, states_of
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has
-INPUTS = ("sft", "qnet", "trees")
 CHOSEN = ("epochs", "batch", "precision")  # what RUN/sft's training has chosen where no flag said it
 
 
@@ -187,7 +186,8 @@ def main(argv: list[str] | None = None) -> None:
         best = max((line["reward"] for line in lines), default=0.0)
         reason = f"none of {len(lines)} trajectories is new and reaches --threshold {args.threshold}"
         raise UserError(f"{reason} (highest reward {best:.3f}): lower it, or play more (--limit 0, -N)")
-    merged, inputs = args.run / f"self_train-{args.name}.jsonl", {name: getattr(args, name) for name in INPUTS}
+    merged = args.run / f"self_train-{args.name}.jsonl"
+    inputs = {"sft": args.sft, "qnet": args.qnet, "trees": args.trees}
     mean = sum(line["reward"] for line in lines) / max(1, len(lines))
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new), "mean_reward": mean}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata

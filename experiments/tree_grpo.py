@@ -36,8 +36,7 @@ from qlass.flags import Parser, at_least
 from qlass.messages import State, uniforms
 from qlass.runs import parse, run_stage
 
-LR = {"alfworld": 1e-4}  # of the tiny model, others LR_TINY; the learning rate decides everything
-LR_TINY = 3e-4
+LR = {"alfworld": 1e-4, "others": 3e-4}  # of the tiny model; the learning rate decides everything
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
 PASSES = 6  # a token: the rollout, the old agent, the reference, and an update
@@ -257,7 +256,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    learner = load(args, env, LR.get(args.env, LR_TINY))
+    learner = load(args, env, LR)
 
     def iteration(last: dict) -> dict:
         groups = play(learner, env, last, args, args.M, args.draws, args.rounds)

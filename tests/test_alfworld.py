@@ -205,7 +205,7 @@ def rearranged(game, seen, rng):
     rng.shuffle(things)
     other, contents = copy.copy(game), {**game.start.contents, **dict(zip(rest, things, strict=True))}
     lies = [(o, game.location[r]) for r, objects in contents.items() for o in objects]
-    other.begin(game.start.location, contents, lies, game.start.opened, game.start.marks)
+    other.start = other.finish(game.start._replace(contents=contents, spots=frozenset(lies)))
     return other
 
 

@@ -8,7 +8,7 @@ from fakes import FakeEnv, run, serving, word_chat
 import envs
 import q_search
 from environments.webshop.paraphrase import clauses, paraphrase, wordings
-from experiments.paraphrase import Paraphrased, by_server, prompt_tokens
+from experiments.paraphrase import by_server, prompt_tokens, under_wordings
 from q_search import Method
 from qlass import UserError
 from qlass.batching import Candidate, Score
@@ -68,7 +68,7 @@ def guided(method: Method, trial: int, wordings: int):
             return [float("c1" in action) for action in request.actions]  # Q is 1 for candidate "c1"
         return rephrased([request])[0]
 
-    rephrased = Paraphrased(model, paraphrase, wordings)
+    rephrased = under_wordings(model, paraphrase, wordings)
     steps, _ = run(q_search.episode(Shop({"c1": {"c1": 0.5}}), "t", method, trial, word_chat().rendering), answer)
     return steps, scored, drawn
 

@@ -153,10 +153,10 @@ def test_the_small_catalogues_attributes_are_not_taken_for_the_full_ones(shop, t
 
 def test_cleaning(shop):
     shirt, jumper, lamp = shop().shop.products
-    assert shirt.options == {"size": ("small", "x-large"), "color": ("dark blue | green", "wine", "small")}
-    assert (shirt.query, shirt.attributes, shirt.price_tag) == ("shirts", ("machine washable",), "$27.0")
-    assert (jumper.bullets, jumper.attributes, jumper.price_tag) == (("warm",), ("DUMMY_ATTR",), "$20.0 to $95.5")
-    assert (lamp.price_tag, lamp.prices, jumper.options) == ("$100.0", (100.0,), {})
+    assert shirt.options == {"size": ["small", "x-large"], "color": ["dark blue | green", "wine", "small"]}
+    assert (shirt.query, shirt.attributes, shirt.price_tag) == ("shirts", ["machine washable"], "$27.0")
+    assert (jumper.bullets, jumper.attributes, jumper.price_tag) == (["warm"], ["DUMMY_ATTR"], "$20.0 to $95.5")
+    assert (lamp.price_tag, lamp.prices, jumper.options) == ("$100.0", [100.0], {})
 
 
 CHOSEN = ["search[cotton]", "click[b000000001]", "click[x-large]", "click[wine]"]

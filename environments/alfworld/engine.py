@@ -96,10 +96,6 @@ class Game:
         self.first += f"\n\nYour task is to: {self.task}"
         self._moves: dict[str, dict[str, tuple[str, ...]]] = {}
 
-    def begin(self, location: str, contents: dict, spots: Iterable, opened: Iterable, marks: Iterable) -> None:
-        start = World(location, None, contents, frozenset(spots), frozenset(opened), frozenset(marks), {}, False)
-        self.start = self.finish(start)
-
     # ------------------------------------------------------------------------------------------------------- rules
     def finish(self, state: World) -> World:
         return state._replace(commands=dict(self._commands(state)), won=self.holds(state))

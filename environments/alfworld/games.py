@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qlass import UserError
 
-from .engine import Game, Goal
+from .engine import Game, Goal, World
 
 GOAL_PREDICATES = {"receptacletype", "objecttype", "inreceptacle", "cleanable", "heatable", "coolable", "isclean"}
 GOAL_PREDICATES |= {"ishot", "iscool", "toggleable", "istoggled", "receptacleatlocation", "atlocation", "holds"}
@@ -74,9 +74,9 @@ def parse(problem: str, grammar: str, walkthrough: Iterable[str] = ()) -> Game:
     old = "put {o} in/on {r}" in grammar
     task = sentence[1].strip()
     game = Game(task, old, _goal(goal), names, kinds, location, can_contain, traits, inside, list(walkthrough))
-    marks = [(mark, o) for mark in MARKS for o in traits[mark]]
-    spots = [(o, spot) for o, spot in facts["objectatlocation"]]
-    game.begin(facts["atlocation"][0][1], contents, spots, traits["opened"], marks)
+    marks = frozenset((mark, o) for mark in MARKS for o in traits[mark])
+    location, spots = facts["atlocation"][0][1], frozenset(map(tuple, facts["objectatlocation"]))
+    game.start = game.finish(World(location, None, contents, spots, frozenset(traits["opened"]), marks, {}, False))
     return game
 
 

@@ -139,9 +139,10 @@ def shorten(gold: list[str], straight: bool, wait: bool, walks: bool = False) ->
 def wordings(action: str) -> list[str]:
     """An action in the words of the simulator's own lists of valid actions, as far as they can be guessed; as it is."""
     plain = re.sub(r"^drop ", "put down ", re.sub(r"^examine ", "look at ", action)).replace(" in inventory", "")
+    forms = [plain]
     if plain.startswith("pour "):
-        plain = [f"{plain[: m.start()]} into {plain[m.end() :]}" for m in re.finditer(" in(?:to)? ", plain)]
-    return list(dict.fromkeys([*([plain] if isinstance(plain, str) else plain), action]))
+        forms = [f"{plain[: m.start()]} into {plain[m.end() :]}" for m in re.finditer(" in(?:to)? ", plain)]
+    return list(dict.fromkeys([*forms, action]))
 
 
 def opening(simulator: Simulator, action: str) -> list[str]:

@@ -34,10 +34,10 @@ class Product:
     asin: str
     title: str
     description: str
-    bullets: tuple[str, ...]
-    prices: tuple[float, ...]  # dollars: one price, or the ends of a range
-    options: dict[str, tuple[str, ...]]  # name -> values, in the order of the page
-    attributes: tuple[str, ...]
+    bullets: list[str]
+    prices: list[float]  # dollars: one price, or the ends of a range
+    options: dict[str, list[str]]  # name -> values, in the order of the page
+    attributes: list[str]
     query: str
     category: str
     breadcrumb: str
@@ -142,12 +142,12 @@ def clean(record: dict, attributes: list[str]) -> Product:
     pieces = (record.get("pricing") or "").split("$")  # what stands before the first "$" is no price
     digits = [re.sub(r"[^\d.]", "", piece) for piece in pieces[1:] or pieces]
     options = {
-        name.lower(): tuple(value["value"].strip().replace("/", " | ").lower() for value in values)
+        name.lower(): [value["value"].strip().replace("/", " | ").lower() for value in values]
         for name, values in (record["customization_options"] or {}).items()
         if values is not None
     }
     texts = (record["name"], record["full_description"], record["category"], record["product_category"])
-    bullets = tuple(bullets) if isinstance(bullets, list) else (bullets,)
+    bullets = bullets if isinstance(bullets, list) else [bullets]
     if wrong := [text for text in (*texts, *bullets, *attributes) if not isinstance(text, str)]:
         raise TypeError(f"{wrong[0]!r} where text is expected")
     return Product(
@@ -155,9 +155,9 @@ def clean(record: dict, attributes: list[str]) -> Product:
         title=record["name"],
         description=record["full_description"],
         bullets=bullets,
-        prices=tuple(float(d) for d in digits if d)[:2] or (100.0,),
+        prices=[float(d) for d in digits if d][:2] or [100.0],
         options=options,
-        attributes=tuple(attributes),
+        attributes=attributes,
         query=record["query"].lower().strip(),
         category=record["category"],
         breadcrumb=record["product_category"],

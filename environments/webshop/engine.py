@@ -38,10 +38,10 @@ ACTION = re.compile(r"(.+)\[(.+)\]")
 
 
 @lru_cache(1 << 14)
-def parse(action: str) -> tuple[str, str] | None:
-    """(name, lower-cased argument) of `name[argument]`; what follows the last bracket is ignored."""
+def parse(action: str) -> tuple[str, str]:
+    """(name, lower-cased argument) of `name[argument]`; what follows the last bracket is ignored. No such form: ""s."""
     match = ACTION.match(action)
-    return (match[1], match[2].lower()) if match else None
+    return (match[1], match[2].lower()) if match else ("", "")
 
 
 class Session(NamedTuple):
@@ -92,7 +92,7 @@ def short(title: str) -> str:
     return textwrap.shorten(title, 60, placeholder=" ...")
 
 
-BACK = {"back to search": dict(Session()._asdict())}
+BACK = {"back to search": Session()._asdict()}
 START = make_page(["WebShop", "Instruction:", "", "Search"], {"search": {}})
 THANKS = ["Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)", "Purchased"]
 RECEIPT = "attrs|None|category|None|query|None|product category|None|Target|asin|options|attrs|price upper|"
@@ -207,7 +207,7 @@ class Shop:
     # -------------------------------------------------------------------------------------------------- actions
     def act(self, session: Session, goal: int, action: str) -> tuple[Session, dict[str, Any] | None]:
         """The session after an action, and the reward's parts if it was a purchase; what is not valid is a no-op."""
-        name, argument = parse(action) or ("", "")
+        name, argument = parse(action)
         if name == "search":  # works on every page
             return Session("results", argument), None
         change = self.page(session).clickables.get(argument) if name == "click" else None

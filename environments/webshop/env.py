@@ -99,7 +99,7 @@ class WebShopEnv(TextEnv):
         return name if self.published and name.isdecimal() else None
 
     def canonical(self, action: str) -> str:
-        name, value = engine.parse(action) or ("", "")
+        name, value = engine.parse(action)
         if name == "search":  # which splits words at blanks
             value = " ".join(value.split())
         return f"{name}[{value}]" if name in ("search", "click") else action
@@ -119,7 +119,7 @@ class WebShopEnv(TextEnv):
         return self.shop.text(self.session, self.index), self._info()
 
     def knows(self, action: str) -> bool:
-        name, value = engine.parse(action) or ("", "")
+        name, value = engine.parse(action)
         return name == "search" or (name == "click" and bool(self.shop.page(self.session).clickables.get(value)))
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:

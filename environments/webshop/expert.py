@@ -74,7 +74,6 @@ def buy(env: Any) -> Player:
     yield say(env, "click[buy now]")
 
 
-# ------------------------------------------------------------------------------------------------------------- rules
 def rule(env: Any, worth: Callable[[Offer], Any]) -> Player:
     """Search the description, click the first of the results that are worth most, and buy it."""
     yield from search(env)
@@ -90,7 +89,6 @@ RULES: dict[str, Callable[[Offer], Any]] = {
 }
 
 
-# --------------------------------------------------------------------------------------------------------- the expert
 def read(env: Any) -> Player:
     """Open what is under the price, in the order of the page; read its features while the steps allow to act on them;
     go back if it lacks a word of the description. Where nothing has them all, buy what came nearest."""
@@ -122,7 +120,6 @@ def read(env: Any) -> Player:
         yield from buy(env)
 
 
-# -------------------------------------------------------------------------------------------------------- the oracle
 class Purchase(NamedTuple):
     """`turns` of the results page, the product and its options, and the reward that the shop pays for it."""
 

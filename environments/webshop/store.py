@@ -104,9 +104,7 @@ class Store:
         self.products, self.goals = Lazy(len(self.texts), self.product), Lazy(len(self.order), self.goal)
 
     def product(self, i: int) -> Product:
-        asin, title, description, bullets, prices, options, attributes, *rest = json.loads(self.texts[i])
-        options = {name: tuple(values) for name, values in options.items()}
-        return Product(asin, title, description, tuple(bullets), tuple(prices), options, tuple(attributes), *rest)
+        return Product(*json.loads(self.texts[i]))
 
     def goal(self, i: int) -> dict:
         row = int(np.searchsorted(self.ends, self.order[i], "right"))

@@ -26,7 +26,7 @@ from tqdm import tqdm
 import envs
 from experiments import drive_in_order
 from experiments.qval import downstream, metrics, report, search
-from experiments.qval.points import Point, distinct, drawn, label, references, trajectory
+from experiments.qval.points import REFERENCES, Point, distinct, drawn, label, trajectory
 from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
 from qlass import UserError, files, runs
 from qlass.agent import begin_as_cloned
@@ -56,7 +56,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add_sampling(flags)
     args = runs.parse(flags, argv, search=True)
     args.out = args.out or args.run / "qval"
-    there = references(args.env)
+    there = REFERENCES.get(args.env, ("policy",))
     args.references = args.references or [name for name in there if name != "policy"] or ["policy"]
     for name in set(args.references) - {*there}:
         raise UserError(f"{args.env}: no {name} labels; choose among {', '.join(there)}")

@@ -46,23 +46,15 @@ def per_state(scores: pd.Series, labels: pd.Series) -> pd.Series:
     return rho.fillna(0.0)[squares.label > 0]
 
 
-def of_blocks(rho: pd.Series) -> pd.Series:
-    return rho.groupby("block").mean()
-
-
 def mean_rho(scores: pd.Series, labels: pd.Series) -> float:
-    return float(of_blocks(per_state(scores, labels)).mean())
+    return float(per_state(scores, labels).groupby("block").mean().mean())
 
 
 def difference(scores: pd.Series, rival: pd.Series, labels: pd.Series) -> pd.Series:
     """Of each block, how far a score's per-state rho is above its rival's, on the candidates that both have scored."""
     shared = scores.notna() & rival.notna()
-    return of_blocks(per_state(scores[shared], labels[shared]) - per_state(rival[shared], labels[shared]))
-
-
-def last(scores: pd.Series) -> pd.Series:
-    """The scores, those that failed below all others."""
-    return scores.fillna(-np.inf)
+    gains = per_state(scores[shared], labels[shared]) - per_state(rival[shared], labels[shared])
+    return gains.groupby("block").mean()
 
 
 def differ(values: pd.Series) -> pd.Series:
@@ -76,7 +68,8 @@ def choices(scores: pd.Series, labels: pd.Series) -> pd.DataFrame:
     states = labels.groupby(STATE)
     best, mean = states.transform("max"), states.transform("mean")
     values = pd.DataFrame({"right": labels >= best - 1e-12, "gain": labels - mean, "possible": best - mean})
-    top = last(scores) == last(scores).groupby(STATE).transform("max")
+    scores = scores.fillna(-np.inf)
+    top = scores == scores.groupby(STATE).transform("max")
     return values[top].groupby(STATE).mean()[differ(labels)]
 
 
@@ -87,9 +80,9 @@ def alignment(scores: pd.Series, labels: pd.Series) -> dict[str, Any]:
     centred = (pairs - pairs.groupby(STATE).transform("mean")).round(12)
     taken = pairs[pairs.index.get_level_values("taken")]
     return {
-        RHO: bootstrap(of_blocks(rho)),
+        RHO: bootstrap(rho.groupby("block").mean()),
         "states": len(rho),  # with a rho
-        "failures last": mean_rho(last(scores), labels),
+        "failures last": mean_rho(scores.fillna(-np.inf), labels),
         "coverage": len(pairs) / len(labels),  # share of candidates with a score
         "top-1": float(choice.right.mean()),
         "gain": float(choice.gain.mean() / choice.possible.mean()),  # over that of the highest label

@@ -29,7 +29,7 @@ from qlass.messages import State, parse_action, react, uniforms
 
 DRAWS = 4  # of the agent in each state: what it does, and what else it might have done
 FIRST, LAST, MOST = 1, 2, 3  # turns dropped at the two ends of a trajectory, and the most that are kept of one
-REFERENCES = {
+REFERENCES = {  # the policies whose values can be labels; elsewhere only the agent
     "frozenlake": ("exact", "expert", "policy"),
     "webshop": ("exact", "policy"),
     "alfworld": ("planner", "expert", "policy"),
@@ -106,11 +106,6 @@ def distinct(trajectories: Iterable[list[Point]]) -> Iterator[Point]:
         if (point.task_id, point.hash) not in seen:
             seen.add((point.task_id, point.hash))
             yield point
-
-
-def references(env: str) -> tuple[str, ...]:
-    """The policies whose values can be labels. Of other environments nobody knows the values."""
-    return REFERENCES.get(env, ("policy",))
 
 
 def drawn(reference: str, task_id: str) -> bool:

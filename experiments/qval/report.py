@@ -104,7 +104,7 @@ def references_table(study: Study, rows: dict[str, pd.DataFrame]) -> str:
 def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, float]]) -> str:
     """report.md and alignment.json in `folder`; returns the report."""
     parts = [f"## {title}", NOTE.format(against=study.against)]
-    orders = pd.Series({name: metrics.differ(metrics.last(scores)).any() for name, scores in study.scores.items()})
+    orders = pd.Series({name: metrics.differ(s.fillna(-math.inf)).any() for name, s in study.scores.items()})
     rows, records = {}, {}
     for name, labels in study.labels().items():
         rows[name] = alignments(study, labels)

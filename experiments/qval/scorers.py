@@ -19,7 +19,7 @@ import numpy as np
 
 import bellman
 import envs
-from experiments.qval.points import exact, references
+from experiments.qval.points import REFERENCES, exact
 from qlass import UserError
 from qlass.agent import load_agent
 from qlass.batching import Score, ask
@@ -214,9 +214,6 @@ def vote_share(context: Context, decision: Decision) -> Scores:
     return [drawn.count(canonical(parse_action(action))) / VOTES for action in decision.candidates]
 
 
-# ----------------------------------------------------------------------------------------------------------- the table
-
-
 class Entry(NamedTuple):
     family: str
     scores: Scorer
@@ -259,7 +256,7 @@ def entry(name: str, context: Context) -> Entry:
 
 def available(context: Context) -> list[str]:
     """The scores whose inputs are there."""
-    truth = {"truth"} if references(context.args.env) != ("policy",) else set()
+    truth = {"truth"} if context.args.env in REFERENCES else set()
     return [name for name, entry in entries(context).items() if {*entry.needs} <= truth | {*inputs(entry, context)}]
 
 
