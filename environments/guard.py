@@ -136,27 +136,25 @@ def build(name: str, kind: type, options: dict[str, Any]) -> Any:
 
 
 def options_of(kind: Any, texts: list[str], others: Collection[str] = ()) -> tuple[list[str], dict[str, Any]]:
-    """NAME=VALUE of a class, with those that the surroundings set, as texts and by name. others: set by other flags."""
+    """NAME=VALUE of a class, with those that the surroundings set, as texts and by name. others: set by other flags.
+
+    A value is text, or JSON (numbers, true, false, null) if the default is no text.
+    """
     parameters = inspect.signature(kind).parameters
     given = {text.partition("=")[0] for text in texts}
     more = [f"{name}={value}" for name, value in kind.default_options().items() if name not in given]
     texts = sorted([*texts, *more])
     options = {}
     for text in texts:
-        name = text.partition("=")[0]
+        name, _, value = text.partition("=")
         if name not in parameters or name in others:
             raise UserError(f"--env-option {text}: NAME=VALUE is expected, of {', '.join(parameters) or 'none'}")
-        options[name] = value_of(text, parameters[name].default)
+        default = parameters[name].default
+        if not isinstance(default, str):
+            with contextlib.suppress(json.JSONDecodeError):
+                value = json.loads(value)
+        words, *kinds = FITTING.get(type(default), ("",))
+        if kinds and type(value) not in kinds:
+            raise UserError(f"--env-option {text}: {name} must be {words}")
+        options[name] = value
     return texts, options
-
-
-def value_of(option: str, default: Any) -> Any:
-    """The value in NAME=VALUE: text, or JSON (numbers, true, false, null) where the default is no text."""
-    name, _, value = option.partition("=")
-    if not isinstance(default, str):
-        with contextlib.suppress(json.JSONDecodeError):
-            value = json.loads(value)
-    words, *kinds = FITTING.get(type(default), ("",))
-    if kinds and type(value) not in kinds:
-        raise UserError(f"--env-option {option}: {name} must be {words}")
-    return value

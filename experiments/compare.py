@@ -79,21 +79,16 @@ def ahead(env: envs.TextEnv, state: State, action: str, otherwise: float | None 
 
 
 class Untried(Variant):
-    """A search that takes a candidate untried since the last new page, if there is one."""
+    """A search that takes a candidate untried since the last page that was new when it came, if there is one."""
 
     def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
         scores = yield from super().scores(state, actions, key)
-        tried = tried_in_vain(state)
-        new = [parse_action(action) not in tried for action in actions]
+        pages = [content for role, content in state.messages if role == "user"]
+        turns = [content for role, content in state.messages if role == "assistant"]  # the first is "OK"
+        newest = max(i for i, page in enumerate(pages) if page not in pages[:i])
+        vain = set(map(parse_action, turns[newest:]))
+        new = [parse_action(action) not in vain for action in actions]
         return [q if first else -math.inf for q, first in zip(scores, new, strict=True)] if any(new) else scores
-
-
-def tried_in_vain(state: State) -> set[str]:
-    """The actions since the last page that was new when it came."""
-    pages = [content for role, content in state.messages if role == "user"]
-    actions = [content for role, content in state.messages if role == "assistant"]
-    newest = max(i for i, page in enumerate(pages) if page not in pages[:i])
-    return set(map(parse_action, actions[newest:]))  # the first page is the instruction, the first action "OK"
 
 
 def follow(env: envs.TextEnv, task_id: str, method: Variant) -> Episode:

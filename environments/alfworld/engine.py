@@ -186,12 +186,9 @@ class Game:
         if goal.kind == "look":
             lit = (o for r in self.at.get(state.location, ()) for o in state.contents[r] if self.is_lit_lamp(state, o))
             return kind.get(state.hand) == goal.object and any(lit)
-        for receptacle, objects in state.contents.items():
-            if kind[receptacle] == goal.target:
-                done = sum(kind.get(o) == goal.object and self.is_treated(state, o) for o in objects)
-                if done >= (2 if goal.kind == "two" else 1):
-                    return True
-        return False
+        places = [objects for r, objects in state.contents.items() if kind[r] == goal.target]
+        counts = (sum(kind.get(o) == goal.object and self.is_treated(state, o) for o in objects) for objects in places)
+        return max(counts, default=0) >= (2 if goal.kind == "two" else 1)
 
     def is_lit_lamp(self, state: World, o: str) -> bool:
         return self.kinds.get(o) == self.goal.target and ("istoggled", o) in state.marks

@@ -79,12 +79,9 @@ def make_page(nodes: list[str], clickables: dict[str, dict[str, Any]], says: dic
     candidates = ((says[key], f"click[{key}]") for key in clickables if key != "search")
     # A key that `parse` would not give back (a value with brackets) can't be clicked, in the original neither.
     executable = tuple((thought, action) for thought, action in candidates if parse(action) == ("click", action[6:-1]))
-    return Page(SEP.join(visible(nodes)), clickables, executable)
-
-
-def visible(nodes: list[str]) -> list[str]:
-    """Text nodes as a browser's text mode lists them: an empty one is none, one of blanks alone is an empty entry."""
-    return [node.strip() for node in nodes if node and (node.strip() or "\n" not in node)]
+    # As a browser's text mode lists them: an empty node is none, one of blanks alone is an empty entry.
+    text = SEP.join(node.strip() for node in nodes if node and (node.strip() or "\n" not in node))
+    return Page(text, clickables, executable)
 
 
 @lru_cache(1 << 14)

@@ -55,8 +55,8 @@ def planned(names: Sequence[str], args: argparse.Namespace, context: Context) ->
     paths: dict[str, Path] = {}
     for name in names or [name for name in available(context) if name not in KNOWING | BLIND]:
         if name in KNOWING:
-            known = "it knows the true values; experiments.compare --method oracle_step searches with those"
-            raise UserError(f"--scorer {name}: {known}")
+            reason = "it knows the true values; experiments.compare --method oracle_step searches with those"
+            raise UserError(f"--scorer {name}: {reason}")
         chosen = entry(name, context)
         how = {"player": name, "looks": name in PEEKING, "entry": chosen, "context": context}
         for m, n in product(args.M, args.N or [1]):
