@@ -29,7 +29,7 @@ from qlass.messages import State, parse_action, react, uniforms
 
 DRAWS = 4  # of the agent in each state: what it does, and what else it might have done
 FIRST, LAST, MOST = 1, 2, 3  # turns dropped at the two ends of a trajectory, and the most that are kept of one
-REFERENCES = {  # the policies whose values can be labels; elsewhere only the agent
+REFERENCES = {  # the policies whose values can be labels; elsewhere only the agent's
     "frozenlake": ("exact", "expert", "policy"),
     "webshop": ("exact", "policy"),
     "alfworld": ("planner", "expert", "policy"),
