@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What quickstart.sh leaves open, in its run folder: what the trees are worth without a QNet, process rewards (Fig. 4), half of
 # the demonstrations (Table 3), trees without the expert. QLASS with M = 4 on the same test tasks each time, distinguished by
-# --label. A QNet takes almost half an hour. 300 trees would take a third of that, but teach QNet too little.
+# --label. 300 trees would take a third of the time, but teach QNet too little.
 set -euo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
