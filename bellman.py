@@ -19,8 +19,8 @@ from typing import Any
 
 from qlass import UserError
 from qlass.files import read_trees
-from qlass.flags import Parser, at_least
-from qlass.runs import need, parse, run_stage, write_at_once
+from qlass.flags import Parser, at_least, run_stage
+from qlass.runs import need, parse, write_at_once
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 

@@ -35,11 +35,11 @@ from qlass import published
 from qlass.agent import load_agent
 from qlass.batching import Candidate, Sample, ask, drive
 from qlass.chat import Rendering
-from qlass.flags import Parser, add_sampling, natural, positive, real
+from qlass.flags import Parser, add_sampling, natural, positive, real, run_stage
 from qlass.messages import State, parse_action, react
 from qlass.models import settle_precision
 from qlass.published import Demonstration
-from qlass.runs import Output, need, parse, run_stage
+from qlass.runs import Output, need, parse
 
 # D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}

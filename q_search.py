@@ -37,10 +37,10 @@ from qlass.agent import load_agent
 from qlass.batching import Candidate, LogProb, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.fast.score import ServedQNet
-from qlass.flags import Parser, add_sampling, natural, path_or_url, positive, real
+from qlass.flags import Parser, add_sampling, natural, path_or_url, positive, real, run_stage
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Episode, Step, costs_of, describe
-from qlass.runs import need, parse, run_stage
+from qlass.runs import need, parse
 from qlass.server import Server
 from qlass.show import show
 from train_qnet import load_qnet

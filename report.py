@@ -21,7 +21,7 @@ from pathlib import Path
 
 from qlass import UserError
 from qlass.files import replacing
-from qlass.runs import run_stage
+from qlass.flags import run_stage
 
 DEFAULT_RUN = Path("runs/webshop")
 

@@ -287,4 +287,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    runs.run_stage(main)
+    flags.run_stage(main)

@@ -8,7 +8,7 @@ import argparse
 import envs
 from environments.guard import options_of
 from environments.rules import check
-from qlass import flags, runs
+from qlass import flags
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,4 +23,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    runs.run_stage(main)
+    flags.run_stage(main)

@@ -42,10 +42,10 @@ from qlass.chat import Chat, Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import batches
+from qlass.flags import run_stage
 from qlass.messages import State, react, uniforms
 from qlass.models import load_checkpoint
 from qlass.policy import Policy
-from qlass.runs import run_stage
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
 from train_qnet import LOSS_FROM, TINY, Pair, QNet, family_loss, pairs_of, scorer

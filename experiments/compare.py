@@ -28,10 +28,9 @@ from experiments.paraphrase import Reworded, paraphrased, prompt_tokens
 from q_search import Method, Player
 from qlass import UserError, results
 from qlass.batching import Sample, Score
-from qlass.flags import at_least
+from qlass.flags import at_least, run_stage
 from qlass.messages import State, parse_action, react
 from qlass.results import Episode, Step, describe
-from qlass.runs import run_stage
 
 PLAYERS = ("rule", "expert", "oracle")
 # By what they score, where the episode goes on, and in how many drawn worlds (0: in the true one).

@@ -33,10 +33,10 @@ from qlass import UserError
 from qlass.batching import ask
 from qlass.chat import Chat, Rendering
 from qlass.files import read_trees
-from qlass.flags import at_least
+from qlass.flags import at_least, run_stage
 from qlass.messages import State
 from qlass.published import Demonstration, by_task, cloned_from, read
-from qlass.runs import need, parse, run_stage
+from qlass.runs import need, parse
 from train_qnet import families, pairs_of
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5, "others": 1e-4}  # of the tiny model

@@ -23,8 +23,8 @@ from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.files import read_trees
+from qlass.flags import run_stage
 from qlass.messages import State
-from qlass.runs import run_stage
 from train_qnet import LOSS_FROM, QNet, pairs_of
 
 GPU = torch.cuda.is_available()

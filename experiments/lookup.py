@@ -22,8 +22,9 @@ from experiments.compare import parser, with_search
 from qlass import UserError, results
 from qlass.batching import Score
 from qlass.files import read_trees
+from qlass.flags import run_stage
 from qlass.messages import State, parse_action
-from qlass.runs import need, run_stage
+from qlass.runs import need
 
 
 class LookUp(q_search.Method):

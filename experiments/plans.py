@@ -18,7 +18,7 @@ import pandas as pd
 from scipy import stats
 
 from qlass import UserError
-from qlass.runs import run_stage
+from qlass.flags import run_stage
 from reporting.results import read_results, result_files
 from reporting.stats import Estimate
 from reporting.tables import markdown

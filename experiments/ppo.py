@@ -32,9 +32,9 @@ from qlass import UserError
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.files import read_trees
-from qlass.flags import at_least, fill_defaults
+from qlass.flags import at_least, fill_defaults, run_stage
 from qlass.messages import State
-from qlass.runs import handed_on, meta_of, parse, run_stage
+from qlass.runs import handed_on, meta_of, parse
 from train_qnet import SMALL, QNet, states_of
 
 CRITIC_LR, CRITIC_LR_TINY = 1e-5, 1e-3  # faster than the agent

@@ -19,8 +19,8 @@ from experiments.compare import Variant, parser, with_search
 from q_search import Method, Player, episode
 from qlass import results
 from qlass.batching import Score
+from qlass.flags import run_stage
 from qlass.messages import State
-from qlass.runs import run_stage
 from qlass.server import Server
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."

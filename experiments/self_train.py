@@ -31,7 +31,7 @@ from qlass.agent import load_agent
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
 from qlass.files import read_trees
-from qlass.flags import Parser, add_sampling, at_least
+from qlass.flags import Parser, add_sampling, at_least, run_stage
 from qlass.messages import without_thinking
 from qlass.models import settle_precision
 from qlass.results import costs_of
@@ -199,4 +199,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    runs.run_stage(main)
+    run_stage(main)

@@ -32,9 +32,9 @@ from experiments.learning import Learner, batch_of, learn, learner_parser, load
 from qlass import UserError
 from qlass.batching import Sample, ask
 from qlass.chat import Rendering
-from qlass.flags import Parser, at_least
+from qlass.flags import Parser, at_least, run_stage
 from qlass.messages import State, uniforms
-from qlass.runs import parse, run_stage
+from qlass.runs import parse
 
 LR = {"alfworld": 1e-4, "others": 3e-4}  # of the tiny model; the learning rate decides everything
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution

@@ -30,7 +30,7 @@ from q_search import Method, distinct_actions
 from qlass import results, runs
 from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
-from qlass.flags import at_least
+from qlass.flags import at_least, run_stage
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Step, costs_of, describe
 
@@ -265,4 +265,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    runs.run_stage(main)
+    run_stage(main)

@@ -33,10 +33,10 @@ from experiments.compare import Variant
 from qlass import UserError, files, results
 from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, any_of
-from qlass.flags import Parser, at_least
+from qlass.flags import Parser, at_least, run_stage
 from qlass.messages import State, react, uniforms
 from qlass.results import Episode, describe
-from qlass.runs import parse, run_stage
+from qlass.runs import parse
 from qlass.server import Server
 from sft import demonstrate
 

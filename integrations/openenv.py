@@ -16,8 +16,8 @@ import envs
 from environments.guard import task_of
 from integrations.trl import TextGame
 from qlass import UserError
-from qlass.flags import Parser, at_least
-from qlass.runs import parse, run_stage
+from qlass.flags import Parser, at_least, run_stage
+from qlass.runs import parse
 
 ONE_AT_A_TIME = threading.Lock()  # sessions are threads, and players share what an engine keeps
 HELD = 1000  # snapshots per session

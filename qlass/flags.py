@@ -1,13 +1,17 @@
-"""The flags that stages share."""
+"""How a script is called: the flags that stages share, and mistakes told in one line."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import io
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from qlass import UserError
 
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
 FREE = "a stopped run may resume with other values of these"
@@ -136,3 +140,37 @@ def fill_defaults(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+
+
+# ---------------------------------------------------------------------------------------- mistakes
+
+
+OUT_OF_MEMORY = "out of memory|allocate memory"  # of a GPU or a CPU
+FEWER = "--gradient-checkpointing, --lora 16, fewer --micro-tokens, --in-flight or --cache-gb"
+
+
+def run_stage(main: Callable[[], Any]) -> None:
+    """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a console may have no "█"
+    try:
+        module = getattr(sys.modules.get("envs"), "__file__", None)
+        if module and Path(module).parent != Path(__file__).parents[1]:
+            raise UserError(f"{module} hides our module envs: rename it, or start elsewhere")
+        return main()
+    except KeyboardInterrupt:
+        text = "\nstopped; the same command, without --overwrite, resumes from what is written"
+        sys.exit(print(text, file=sys.stderr) or 130)
+    except (UserError, OSError, ModuleNotFoundError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.filename}: {error.strerror}"
+        elif isinstance(error, ModuleNotFoundError):
+            text += ": pip install it"
+        elif "failed writing file" in text:  # torch's
+            text = "a file can't be written: is the disk full?"
+        elif re.search(OUT_OF_MEMORY, text):
+            text = f"out of memory: give {FEWER}"
+        if "--debug" in sys.argv or (text == str(error) and isinstance(error, RuntimeError)):
+            raise
+        sys.exit(print(f"error: {text}", file=sys.stderr) or 2)

@@ -18,11 +18,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import io
 import itertools
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -330,37 +328,3 @@ class Output:
             write_meta(self.path, self.args, self.recipe, self.inputs, seconds=seconds, **figures)
             shutil.rmtree(parts_of(self.path), ignore_errors=True)
         self.lock.close()
-
-
-# ----------------------------------------------------------------------------------------- running
-
-
-OUT_OF_MEMORY = "out of memory|allocate memory"  # of a GPU or a CPU
-FEWER = "--gradient-checkpointing, --lora 16, fewer --micro-tokens, --in-flight or --cache-gb"
-
-
-def run_stage(main: Callable[[], Any]) -> None:
-    """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a console may have no "█"
-    try:
-        module = getattr(sys.modules.get("envs"), "__file__", None)
-        if module and Path(module).parent != Path(__file__).parents[1]:
-            raise UserError(f"{module} hides our module envs: rename it, or start elsewhere")
-        return main()
-    except KeyboardInterrupt:
-        text = "\nstopped; the same command, without --overwrite, resumes from what is written"
-        sys.exit(print(text, file=sys.stderr) or 130)
-    except (UserError, OSError, ModuleNotFoundError, RuntimeError) as error:
-        text = str(error)
-        if isinstance(error, OSError) and error.filename:
-            text = f"{error.filename}: {error.strerror}"
-        elif isinstance(error, ModuleNotFoundError):
-            text += ": pip install it"
-        elif "failed writing file" in text:  # torch's
-            text = "a file can't be written: is the disk full?"
-        elif re.search(OUT_OF_MEMORY, text):
-            text = f"out of memory: give {FEWER}"
-        if "--debug" in sys.argv or (text == str(error) and isinstance(error, RuntimeError)):
-            raise
-        sys.exit(print(f"error: {text}", file=sys.stderr) or 2)

@@ -27,7 +27,7 @@ from experiments import compare, drive_in_order
 from qlass import UserError
 from qlass.chat import Rendering
 from qlass.files import read_jsonl
-from qlass.runs import run_stage
+from qlass.flags import run_stage
 
 FLAG = "docs.switches:Switches"
 installed = pytest.mark.skipif(find_spec("scienceworld") is None, reason="pip install scienceworld")

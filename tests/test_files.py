@@ -27,7 +27,7 @@ import train_qnet
 from environments import fingerprint
 from qlass import UserError, files, results, runs
 from qlass.files import parts_of, read_jsonl
-from qlass.flags import Parser
+from qlass.flags import Parser, run_stage
 from qlass.published import cloned_from
 from qlass.runs import Output, input_of, need, outdated
 
@@ -222,11 +222,11 @@ def test_mistakes_end_in_one_line_and_code_2_and_bugs_in_a_traceback(tmp_path, m
     cases += [(functools.partial(stage.main, argv.split()), 2, argv.split()[-1]) for stage, argv in commands]
     for main, code, says in cases:
         with pytest.raises(SystemExit) as stop:
-            runs.run_stage(main)
+            run_stage(main)
         error = capsys.readouterr().err
         assert stop.value.code == code and says in error.splitlines(keepends=True)[-1]
     with pytest.raises(RuntimeError):
-        runs.run_stage(mock.Mock(side_effect=RuntimeError("something else")))
+        run_stage(mock.Mock(side_effect=RuntimeError("something else")))
 
 
 # ----------------------------------------------------------------------- a run: its environment, its data, its inputs
@@ -374,7 +374,7 @@ def test_a_module_or_a_folder_of_ones_own_that_hides_ours_is_named(tmp_path, mon
         envs.environment_class("webshop")
     monkeypatch.setitem(sys.modules, "envs", type("Module", (), {"__file__": str(tmp_path / "envs.py")}))
     with pytest.raises(SystemExit):
-        runs.run_stage(lambda: None)
+        run_stage(lambda: None)
     assert f"error: {tmp_path}/envs.py hides our module envs: rename it" in capsys.readouterr().err
 
 

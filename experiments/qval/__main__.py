@@ -32,7 +32,7 @@ from qlass import UserError, files, runs
 from qlass.agent import begin_as_cloned
 from qlass.batching import Sample
 from qlass.chat import Rendering
-from qlass.flags import Parser, add_sampling, at_least
+from qlass.flags import Parser, add_sampling, at_least, run_stage
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -167,4 +167,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    runs.run_stage(main)
+    run_stage(main)

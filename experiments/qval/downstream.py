@@ -19,7 +19,8 @@ from scipy.stats import rankdata
 from experiments.qval.metrics import RHO, markdown
 from qlass import UserError
 from qlass.files import replacing, warn
-from qlass.runs import outdated, run_stage
+from qlass.flags import run_stage
+from qlass.runs import outdated
 from reporting.results import lines_of
 from reporting.stats import Estimate
 

@@ -12,7 +12,7 @@ import argparse
 
 import bellman
 from bellman import children_of
-from qlass.runs import run_stage
+from qlass.flags import run_stage
 
 
 def td(tree: list[dict], gamma: float) -> list[float]:
