@@ -88,10 +88,9 @@ NEEDS = {"reward": ["branch", "done"]}  # fields of a node that not every tree h
 
 def metrics(labelled: list[list[dict]]) -> dict[str, Any]:
     """For the metadata."""
-    tasks = [tree[0]["task_id"] for tree in labelled]
-    flat = [tree for tree in labelled if not any(node["q"] for node in tree)]
-    counts = {"trees": len(tasks), "nodes": sum(map(len, labelled)), "flat_trees": len(flat)}
-    return {"tasks": tasks, **counts}
+    tasks, nodes = [tree[0]["task_id"] for tree in labelled], sum(map(len, labelled))
+    flat = sum(not any(node["q"] for node in tree) for tree in labelled)
+    return {"tasks": tasks, "trees": len(tasks), "nodes": nodes, "flat_trees": flat}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -101,8 +100,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
     number = at_least(0, float, most=1)
     add("--gamma", type=number, default=PAPER["gamma"], help="of Eq. (7), for --target q (0.9)")
-    names = "q (Eq. 7, the default), avg or reward"
-    add("--target", choices=TARGETS, default=PAPER["target"], metavar="NAME", help=names)
+    add("--target", choices=TARGETS, default=PAPER["target"], help="q, the default, is Eq. (7)")
     parser.free("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
     parser.free("--precision", help=argparse.SUPPRESS)
     return parse(parser, argv)
