@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     args.trees = need(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
-    if args.trees.parent.resolve() == args.out.parent.resolve():
+    if args.trees == args.out.resolve().with_name("trees.jsonl"):
         args.free.append("trees")  # trees that the run gets later are no other recipe
     trees = read_trees(args.trees, NEEDS.get(args.target, []))
     labelled = [label(tree, args.target, args.gamma) for tree in trees]

@@ -224,9 +224,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--max-steps", type=positive, metavar="N", help="default: the environment's")
     add_sampling(parser)
     args = parse(parser, argv, search=True)
-    args.out = args.out or args.run / ("shown.jsonl" if args.show else "results.jsonl")
     if args.show:
-        args.overwrite, args.in_flight = True, 1
+        args.overwrite, args.in_flight = args.overwrite or args.out is None, 1
+    args.out = args.out or args.run / ("shown.jsonl" if args.show else "results.jsonl")
     return args
 
 

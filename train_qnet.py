@@ -240,9 +240,6 @@ def train(qnet: QNet, trees: list[Pairs], held_out: list[Pairs], args: argparse.
 # ---------------------------------------------------------------------------- can it rank siblings?
 
 
-Scores = dict[tuple[State, str], float]
-
-
 def ranking(qnet: QNet, trees: list[Pairs], plain: bool = False) -> dict[str, Any]:
     """On these trees, of Q: the mean square error (Eq. 8), the part of it within states, and
     `sibling_accuracy`."""
@@ -260,7 +257,7 @@ def ranking(qnet: QNet, trees: list[Pairs], plain: bool = False) -> dict[str, An
     return {"mse": square / n, "within_mse": within / n} | sibling_accuracy(trees, scores)
 
 
-def sibling_accuracy(trees: list[Pairs], scores: Scores, gap: float = 0.05) -> dict[str, Any]:
+def sibling_accuracy(trees: list[Pairs], scores: dict, gap: float = 0.05) -> dict[str, Any]:
     """Of the sibling pairs whose q differ by more than `gap`, the share whose scores agree.
 
     Chance is .5.

@@ -199,11 +199,15 @@ def discard(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
+def refuse_folder(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: a folder or a device, not a file to write: name another")
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
     """A file opened for writing that replaces `path` when the block ends without an error."""
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path}: a folder or a device, not a file to write: name another")
+    refuse_folder(path)
     with draft_of(path) as draft, open(draft, "w", encoding="utf-8") as out:
         yield out
 

@@ -44,11 +44,11 @@ class Parser(argparse.ArgumentParser):
 
 def defaults_text(paper: dict[str, Any], tiny: dict[str, Any], small: str) -> str:
     """What a stage's --help says of them; small: the models that have the second."""
-    texts = []
-    for settings in (paper, tiny):
-        flags = (f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
-        texts.append(" ".join(flags))
-    return f"Defaults: {texts[0]}; of {small} {texts[1]}."
+
+    def text(settings: dict[str, Any]) -> str:
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+
+    return f"Defaults: {text(paper)}; of {small} {text(tiny)}."
 
 
 def add_memory(parser: Parser) -> None:

@@ -173,7 +173,7 @@ def play(
     for method, task_of in keys.items():
         tell(method, [out.groups[key][0] for key in task_of if key in out.groups], args.split)
     if nothing_new:
-        print(f"{args.out}: all of this was played before; --overwrite plays it again")
+        print(f"{args.out}: all of this was played before; --overwrite empties it first")
 
 
 def refuse_stale(args: argparse.Namespace, by_q: bool) -> None:

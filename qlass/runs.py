@@ -55,9 +55,9 @@ def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argpa
     env = first.env or home.get("env", "webshop")
     run = first.run or Path("runs") / env.rpartition(":")[2].lower()
     begun = run_of(run)
+    env, home = first.env or begun.get("env", env), begun or home
     shared = {"env": env, "env_option": [], "seed": 0, "env_files": None}
-    if begun or env == home.get("env"):
-        shared |= begun or home
+    shared |= home if env == home.get("env") else {}
     parser.set_defaults(run=run, **shared)
     args = parser.parse_args(argv)
     if "lora" in args and not args.lora and (args.lora_alpha or args.load_in):
@@ -174,7 +174,7 @@ def claim(output: Path, args: argparse.Namespace, inputs: Inputs) -> dict[str, A
     differences = []
     for name in {**begun, **recipe} if begun else ():
         before, now = begun.get(name), recipe.get(name)
-        new_input = name in inputs and not before  # is welcome
+        new_input = name == "qnet" and not before  # what methods without it began
         if before != now and name not in args.free and not new_input:
             other = "which has changed or is another"
             text = f"{inputs[name]}, {other}" if name in inputs else f"{before}, not {now}"
@@ -214,6 +214,7 @@ def write_at_once(
     output: Path, args: argparse.Namespace, records: Iterable[dict], inputs: Inputs, **figures: Any
 ) -> None:
     """An output that takes no time to make, so it is made anew each time."""
+    files.refuse_folder(output)
     with files.locked(output):
         recipe = claim(output, args, inputs)
         files.discard(output)  # a stop leaves no old lines beside new metadata
@@ -258,8 +259,9 @@ class Output:
         self, path: Path, args: Any, key: Callable[[dict], Any], alone: bool = False, **inputs: Any
     ) -> None:
         rank, n = (0, 1) if alone else share()
-        if path.is_dir() or (args.overwrite and n > 1):
-            raise UserError(f"{path}: a folder, or several processes with --overwrite: delete it")
+        files.refuse_folder(path)
+        if args.overwrite and n > 1:
+            raise UserError(f"{path}: several processes with --overwrite: delete it")
         self.path, self.args, self.key, self.inputs = path, args, key, inputs
         self.part = parts_of(path) / f"{rank}-of-{n}.jsonl"
         self.lock = contextlib.ExitStack()

@@ -257,8 +257,19 @@ def test_a_run_keeps_its_environment(tmp_path, capsys):
         with pytest.raises(UserError, match=f"{tmp_path} is of --env frozenlake --env-option map=4x4, not of "):
             flags(*run, *words)
     assert q_search.arguments([*run, "--env-option", "stray=0"]).env_option == ["map=4x4", "stray=0"]  # a search may
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.endswith("not of --env frozenlake --env-option map=4x4 --env-option stray=0")
+    assert q_search.arguments([*run, "--env", "webshop"]).env_option == []  # the lake's are not the shop's
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings[0].endswith("not of --env frozenlake --env-option map=4x4 --env-option stray=0")
+
+
+def test_no_output_takes_the_place_of_a_folder_or_of_results_unasked(tmp_path):
+    (tmp_path / "out" / "thesis").mkdir(parents=True)
+    for write in (lambda *args: runs.write_at_once(*args, [], {}), lambda *args: Output(*args, itemgetter("task_id"))):
+        with pytest.raises(UserError, match="out: a folder or a device, not a file to write"):
+            write(tmp_path / "out", flags("--run", str(tmp_path), "--overwrite"))
+    assert (tmp_path / "out" / "thesis").exists()
+    shown = q_search.arguments(["--show"]), q_search.arguments(["--show", "--out", "results.jsonl"])
+    assert [args.overwrite for args in shown] == [True, False]
 
 
 STARTS = [("sft", build_trees), ("trees", bellman), ("labels", train_qnet), ("qnet", q_search)]
@@ -305,7 +316,7 @@ def test_other_data_and_another_precision_are_refused(tmp_path, agent, capsys, m
     q_search.main([*play, "2"])
     assert "other files" not in capsys.readouterr().err
     q_search.main([*play, "2"])
-    assert capsys.readouterr().out.endswith(": all of this was played before; --overwrite plays it again\n")
+    assert capsys.readouterr().out.endswith(": all of this was played before; --overwrite empties it first\n")
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"before expert.jsonl changed: make .* again"):
         patch.setattr(results, "outdated", lambda path: [(path, "expert.jsonl")])
         q_search.main([*play, "2"])
