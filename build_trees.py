@@ -128,7 +128,7 @@ class Explorer:
                 branch = yield from self.rollout(node)  # lines 7-8
                 if not (branch[-1].reward or branch[-1].cut):  # line 9: stop expansion
                     branch = branch[:2] if self.prune == "tail" else []
-                queue.extend(branch)  # line 10
+                queue.extend(branch)  # line 10; branch[0] is the expanded node
 
     def may_expand(self, node: Node) -> bool:
         """Line 6, and whether the agent may act here and has not too often found no new child."""

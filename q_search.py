@@ -136,7 +136,7 @@ def episode(
         drawn: list[Candidate] = []
         candidates: list[str] = []
         while len(candidates) < method.M and len(drawn) < most:  # lines 5-6
-            noise = (*key, len(drawn)) if drawn else key
+            noise = (*key, len(drawn)) if drawn else key  # the same key draws the same
             drawn += yield ask(env, state, method.M, noise, rendering, method.temperature)
             candidates = distinct_actions(env, [c.text for c in drawn])[: method.M]
         scores = yield from method.scores(state, candidates, key)  # line 7: Q(s, a)

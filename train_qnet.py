@@ -202,8 +202,9 @@ def family_loss(
 def train(qnet: QNet, trees: list[Pairs], held_out: list[Pairs], args: argparse.Namespace) -> dict:
     """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
     weight = args.rank_weight
+    # A pack is pairs as one token tree; with --plain one pair, or with a rank weight one family.
     max_tokens, micro_tokens = (1, 1) if args.plain else (args.max_tokens, args.micro_tokens)
-    packs: list[Any] = []  # of at least a family, or without a rank weight a pair
+    packs: list[Any] = []
     for tree in trees:
         together = families(tree) if weight else [[pair] for pair in tree]
         packs += pack_pairs(qnet.chat, together, LOSS_FROM[args.loss_on], max_tokens)
