@@ -231,10 +231,10 @@ def train(qnet: QNet, trees: list[Pairs], held_out: list[Pairs], args: argparse.
         trainer.optimizer.zero_grad()
         trainer.end_update(loss, tokens=sum(len(pack.tree) for pack in batch), last=last)
         if last:
-            held = ranking(qnet.eval(), held_out, args.plain)
-            watched = held["within_mse" if weight and held["sibling_pairs"] else "mse"]
+            ranks = ranking(qnet.eval(), held_out, args.plain)
+            watched = ranks["within_mse" if weight and ranks["sibling_pairs"] else "mse"]
             validation = watched if len(held_out) >= MIN_HELD_OUT else None
-            trainer.end_epoch(validation, held_out=held)
+            trainer.end_epoch(validation, held_out=ranks)
     return trainer.finish()
 
 

@@ -90,7 +90,7 @@ class ChatAgent(q_search.Player):
             files.discard(answers)
         answers.touch()
         os.truncate(answers, answers.read_bytes().rfind(b"\n") + 1)  # what a stop cut
-        self.known = {record["request"]: record for record in files.read_jsonl(answers)}
+        self.records = {record["request"]: record for record in files.read_jsonl(answers)}
         self.silent: set[str] = set()  # requests whose answers were cut, or have no action
 
     def outcome(self, method: q_search.Method, best: Episode, episodes: list[Episode]) -> dict:
@@ -120,16 +120,16 @@ class ChatAgent(q_search.Player):
         settings = {name: value for name, value in (settings | self.args.body).items() if value is not None}
         question = repr((self.server.model, messages, settings, key))
         name = hashlib.blake2b(question.encode(), digest_size=16).hexdigest()
-        if name not in self.known:
+        if name not in self.records:
             text, cut, usage, _ = self.server.chat(messages, **settings)
             if not usage["prompt_tokens"]:
                 raise UserError(f"{self.server.name}: its answers do not tell their usage of tokens")
-            self.known[name] = {"request": name, "text": text, "usage": usage, "cut": cut}
+            self.records[name] = {"request": name, "text": text, "usage": usage, "cut": cut}
             with self.lock, open(self.answers, "a", encoding="utf-8") as file:
-                file.write(files.dumps(self.known[name]))
-        text, usage = self.known[name]["text"], self.known[name]["usage"]
+                file.write(files.dumps(self.records[name]))
+        text, usage = self.records[name]["text"], self.records[name]["usage"]
         action = in_react_style(text, self.rendering.stop, self.instruction)
-        if self.known[name].get("cut") or not action:
+        if self.records[name].get("cut") or not action:
             self.silent.add(name)
         hidden = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
         kept = round((usage["completion_tokens"] - hidden) * min(len(action) / max(len(text), 1), 1))

@@ -129,6 +129,11 @@ def test_the_command_keeps_every_line_and_adds_q_and_replaces_its_own_labels_alo
     label(flat, out="b/labels.jsonl")
     with pytest.raises(UserError, match="which has changed or is another"):  # of another run: none may be lost
         label(more, out="b/labels.jsonl")
+    (tmp_path / "other.jsonl").write_text(dump(flat))
+    with pytest.raises(UserError, match="which has changed or is another"):  # not the run's own, in its folder
+        bellman.main(
+            ["--trees", str(tmp_path / "other.jsonl"), "--out", str(tmp_path / "labels.jsonl"), "--gamma", "0.5"]
+        )
 
 
 def test_the_standard_library_and_filelock_are_enough(tmp_path):

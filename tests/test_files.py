@@ -270,6 +270,11 @@ def test_no_output_takes_the_place_of_a_folder_or_of_results_unasked(tmp_path):
     assert (tmp_path / "out" / "thesis").exists()
     shown = q_search.arguments(["--show"]), q_search.arguments(["--show", "--out", "results.jsonl"])
     assert [args.overwrite for args in shown] == [True, False]
+    (tmp_path / "input").touch()
+    grow(tmp_path / "x.jsonl", stop=2)
+    begin(tmp_path / "x.jsonl", qnet=tmp_path / "input").lock.close()  # the first methods needed none
+    with pytest.raises(UserError, match=r"begun with --expert .*input, which has changed or is another"):
+        begin(tmp_path / "x.jsonl", expert=tmp_path / "input")
 
 
 STARTS = [("sft", build_trees), ("trees", bellman), ("labels", train_qnet), ("qnet", q_search)]
