@@ -150,6 +150,8 @@ def demonstrations_for(env: Any, tasks: list[str], args: Any) -> dict[str, Demon
     named = args.expert
     args.expert, most = (named, None) if named else cloned_from(args.sft)
     best = by_task(read(args.expert, env, most), env) if args.expert else {}
+    if not args.expert:
+        warn(f"{args.sft}: its demonstrations are not at hand, so the environment's expert plays")
     ids = {tau.task_id for tau in best.values()}
     if named or None in ids or (ids and ids.isdisjoint(env.task_ids("train"))):
         begins = {t: env.reset(options={"task_id": t})[0].strip() for t in tasks if t not in best}
@@ -179,8 +181,7 @@ def learned_tasks(tasks: Iterable, base: str | Path, args: Any) -> list[str] | N
     meta = meta_of(Path(base).absolute())
     ids = set(tasks)
     if meta["recipe"].get("env") == args.env:  # else its ids mean other tasks
-        same = same_world(meta["recipe"], vars(args))
-        ids.update((same and meta.get("tasks")) or [None])
+        ids.update((same_world(meta["recipe"], vars(args)) and meta.get("tasks")) or [None])
     return None if None in ids else sorted(map(str, ids))
 
 

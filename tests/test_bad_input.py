@@ -12,7 +12,7 @@ from test_bellman import node
 import bellman
 import train_qnet
 from qlass import UserError, files
-from qlass.published import Demonstration, by_task, cloned_from, learned_tasks, read
+from qlass.published import Demonstration, by_task, cloned_from, demonstrations_for, learned_tasks, read
 from qlass.results import leaks
 from reporting.expected import read_ranges
 from reporting.results import lines_of
@@ -156,3 +156,9 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
     assert cloned_from(checkpoint(tmp_path / "grpo", sft="eto")) == (expert, None)
     assert cloned_from(checkpoint(tmp_path / "few", recipe={"n_expert": 3}, expert="expert.jsonl")) == (expert, 3)
     assert cloned_from(checkpoint(tmp_path / "circle", sft="circle")) == (None, None)
+
+
+def test_demonstrations_that_are_gone_are_told(tmp_path, capsys):
+    args = argparse.Namespace(no_expert=False, expert=None, sft=checkpoint(tmp_path / "sft", expert="expert.jsonl"))
+    assert demonstrations_for(None, ["7"], args) == {}
+    assert "not at hand, so the environment's expert plays" in capsys.readouterr().err
