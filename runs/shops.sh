@@ -11,15 +11,17 @@ ENV=webshop RANK_WEIGHT=0
 [[ "$*" =~ ^[0-9\ ]*$ ]] || wrong
 [ $# -gt 0 ] || set -- 21 22 23 24 25 31 32 33 34 35
 tasks=(--limit 400)
-declare -A loss=([rank]="--loss-on last --rank-weight 4" [all]="--loss-on all" [last]="--loss-on last")
-declare -A by=([rank]="with rank weight" [all]="by Eq. 11" [last]="by the last token")
+declare -A loss=([rank]="--loss-on last --rank-weight 4" [all]="--loss-on all" [last]="--loss-on last"
+    [own]="--loss-on last --rank-weight 4")
+declare -A by=([rank]="with rank weight" [all]="by Eq. 11" [last]="by the last token"
+    [own]="with rank weight, trees without the expert")
 declare -A from=([tree]="the trees' best" [rft]="its own best" [expert]="all that QNet saw")
 shop() {  # SEED
     SEED=$1 RUN=runs/shop-$1
     common=(--env webshop --seed "$1" --env-option "seed=$1")
 }
-with_qnet() {  # NAME: a QNet, and its searches
-    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" ${loss[$1]} --out "$RUN/qnet-$1"
+with_qnet() {  # NAME FLAG...: a QNet, and its searches
+    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" ${loss[$1]} "${@:2}" --out "$RUN/qnet-$1"
     local with=(--qnet "$RUN/qnet-$1" --label "cloned, QNet ${by[$1]}")
     search "${with[@]}" --method qlass -M 2 4 6 --out "$RUN/results-$1.jsonl"
     search "${with[@]}" --method best_of_n -N 2 4 6 10 --out "$RUN/results-best-$1.jsonl"
@@ -27,6 +29,12 @@ with_qnet() {  # NAME: a QNet, and its searches
 with_agent() {  # METHOD: another agent of the same data
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --method "$1"
     variant "$1" "cloned from ${from[$1]}" --method greedy --sft "$RUN/sft-$1"
+}
+without_expert() {  # trees in which no branch is a demonstration
+    local trees_own=$RUN/trees-own.jsonl labels_own=$RUN/q_labels-own.jsonl
+    stage build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}" --no-expert --out "$trees_own"
+    stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}" --trees "$trees_own" --out "$labels_own"
+    with_qnet own --labels "$labels_own"
 }
 for seed; do
     shop "$seed"
@@ -45,5 +53,6 @@ for seed; do
     with_agent rft
     compare --method oracle_step -M 6 --label cloned --out "$RUN/results-value.jsonl"
     compare --method best_of_n -N 2 4 6 10 --select oracle --label cloned --out "$RUN/results-oracle.jsonl"
+    without_expert
 done
 stage -m experiments.plans --rows "${@/#/runs/shop-}"
