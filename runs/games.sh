@@ -14,15 +14,21 @@ with_qnet() {  # NAME LABEL FLAG...
     stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" "${@:3}" --out "$RUN/qnet-$1"
     compare --qnet "$RUN/qnet-$1" --label "cloned, QNet $2" --method qlass untried_qlass -M 4 --out "$RUN/results-$1.jsonl"
 }
+games() {  # SEED
+    RUN=runs/games-$1
+    common=(--env alfworld --seed "$1" "${same[@]}" --env-option "seed=$1")
+}
 for seed; do
-    RUN=runs/games-$seed
-    common=(--env alfworld --seed "$seed" "${same[@]}" --env-option "seed=$seed")
+    games "$seed"
     clone
     stage build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}"
     stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}"
     searches=(greedy likeliest untried_likeliest oracle_belief oracle_step)
     compare --method "${searches[@]}" -M 4 --label cloned --out "$RUN/results-agent.jsonl"
     with_qnet rank "with rank weight" --loss-on last --rank-weight 4
+done
+for seed; do
+    games "$seed"
     with_qnet all "by Eq. 11" --loss-on all
 done
 stage -m experiments.plans --rows "${@/#/runs/games-}"
