@@ -163,12 +163,13 @@ def claim(output: Path, args: argparse.Namespace, inputs: Inputs) -> dict[str, A
     recipe = {name: value for name, value in vars(args).items() if name not in left_out}
     recipe |= {name: files.sha256(path) for name, path in inputs.items() if path and path.exists()}
     recipe = json.loads(json.dumps(recipe, default=str))
+    begun_parts = any(parts_of(output).glob("*.jsonl"))  # asked first, as metadata came before them
     begun = meta_of(output)["recipe"]
     if args.overwrite:
         for old in (output, parts_of(output), states_of(output), meta_path(output)):
             files.discard(old)
         return recipe
-    if not begun and is_there(output):
+    if not begun and (begun_parts or is_there(output)):
         reason = "not of this command, which leaves a .meta.json beside it"
         raise UserError(f"{output}: {reason}: move it, or name it as an input")
     differences = []

@@ -151,6 +151,9 @@ def test_what_is_no_output_of_this_command_or_can_not_be_shared_is_refused(tmp_p
     assert "not of this command, which leaves a .meta.json beside it: move it, or name" in refusal(path)
     assert path.read_text() == '[{"id": 1}]' and not (tmp_path / "x.meta.json").exists()
     assert "a folder" in refusal(tmp_path)
+    grow(tmp_path / "y.jsonl", share=(0, 2))
+    (tmp_path / "y.meta.json").unlink()
+    assert "not of this command" in refusal(tmp_path / "y.jsonl")  # nobody knows what made its part
     with process(0, 8):
         with pytest.raises(UserError, match="several processes with --overwrite: delete it"):
             begin(tmp_path / "new", "--overwrite")
