@@ -64,9 +64,9 @@ def rival(units: pd.DataFrame, condition: pd.Series, tokens: float) -> pd.Series
 
 def name_of(condition: pd.Series) -> str:
     agent, method, M, N, select = condition[CONDITION]
-    sizes = [f"{key} = {size}" for key, size in (("M", M), ("N", N)) if size != "1"]
-    method = f"{method} by {select}" if select and method == "best_of_n" else method
-    return ", ".join(filter(None, [method, *sizes, agent.removeprefix("cloned").removeprefix(", ").strip()]))
+    sizes = [f"{key}={size}" for key, size in (("M", M), ("N", N)) if size != "1"]
+    search = " ".join([method, *sizes, *([f"by {select}"] if select else [])])
+    return ", ".join(filter(None, [search, agent.removeprefix("cloned").removeprefix(", ").strip()]))
 
 
 def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:

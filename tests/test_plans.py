@@ -38,7 +38,7 @@ def test_a_table_and_holms_p_by_hand():
     first, second, third = table.to_dict("records")
     assert first["difference [95 %]"].startswith("+0.200 [") and first["above"] == "3 of 3"
     assert (second["difference [95 %]"][:6], second["tokens"]) == ("+0.000", "100 / 110")
-    assert "N = 4" in second["comparison"]
+    assert "N=4" in second["comparison"]
     assert third["difference [95 %]"] == "not played" and third["p"] == ""
     (going_on,) = plans.table(pd.DataFrame([plan(*planned[0]) | {"planned": "4"}]), RESULTS).to_dict("records")
     assert going_on["difference [95 %]"] == first["difference [95 %]"] and "p" not in going_on
