@@ -85,8 +85,8 @@ def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
             if len(gains) >= int(plan["planned"]) or plan["changes"]:  # else it goes on: nothing is decided
                 p[i] = over_units(gains).p
             row["difference [95 %]"] = f"{over_units(gains):+}" if len(gains) > 2 else f"{gains.mean():+.3f}"
-            row["above"] = f"{int((gains > 0).sum())} of {len(gains)}"
-            row["tokens"] = f"{ours['tokens'].mean():,.0f} / {theirs['tokens'].mean():,.0f}"
+            row["above"] = f"{int((gains > 0).sum())}/{len(gains)}"
+            row["tokens"] = f"{ours['tokens'].mean():,.0f}/{theirs['tokens'].mean():,.0f}"
         names = f"{name_of(condition)} - {name_of(minus)}"
         rows.append(row | {"comparison": names, "planned": plan["planned"]})
     table, p = pd.DataFrame(rows), pd.Series(p, dtype=float)

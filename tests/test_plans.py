@@ -36,8 +36,8 @@ def test_a_table_and_holms_p_by_hand():
     planned = [("f", "qlass", "greedy"), ("f", "qlass", "best_of_n", "equal", "q"), ("g", "sample", "greedy")]
     table = plans.table(pd.DataFrame([plan(*fields) for fields in planned]), RESULTS)
     first, second, third = table.to_dict("records")
-    assert first["difference [95 %]"].startswith("+0.200 [") and first["above"] == "3 of 3"
-    assert (second["difference [95 %]"][:6], second["tokens"]) == ("+0.000", "100 / 110")
+    assert first["difference [95 %]"].startswith("+0.200 [") and first["above"] == "3/3"
+    assert (second["difference [95 %]"][:6], second["tokens"]) == ("+0.000", "100/110")
     assert "N=4" in second["comparison"]
     assert third["difference [95 %]"] == "not played" and third["p"] == ""
     (going_on,) = plans.table(pd.DataFrame([plan(*planned[0]) | {"planned": "4"}]), RESULTS).to_dict("records")
