@@ -88,7 +88,7 @@ def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
             row["above"] = f"{int((gains > 0).sum())}/{len(gains)}"
             row["tokens"] = f"{ours['tokens'].mean():,.0f}/{theirs['tokens'].mean():,.0f}"
         names = f"{name_of(condition)} - {name_of(minus)}"
-        rows.append(row | {"comparison": names, "planned": plan["planned"]})
+        rows.append(row | {"comparison": names})
     table, p = pd.DataFrame(rows), pd.Series(p, dtype=float)
     within = p.groupby(table["family"]).transform(holm)
     for name, values in (("p", p), ("in its family", within), ("over all", pd.Series(holm(p), p.index))):
