@@ -30,7 +30,7 @@ PRETRAINED = LINES | {
 RANKING = dict([*LINES.items()][:2]) | {  # and what is added to the agent's name
     ("qlass", "", ", QNet by Eq. 11"): ("QLASS by the QNet of Eq. 11", "#cc79a7", "p:"),
     ("qlass", "", ", QNet with rank weight"): ("QLASS by the QNet with rank weight", COLOURS["qlass"], "s-"),
-    ("qlass", "", ", QNet with rank weight, distinct draws"): ("the same, M = 4 that differ", COLOURS["qlass"], "*-"),
+    ("qlass", "", ", QNet with rank weight, distinct draws"): ("QLASS, M = 4 that differ", COLOURS["qlass"], "*-"),
     ("best_of_n", "q", ", QNet by Eq. 11"): ("best of N episodes by Eq. 11", "#56b4e9", "h:"),
     ("best_of_n", "q", ", QNet with rank weight"): ("best of N episodes with rank weight", COLOURS["best_of_n"], "D-"),
     ("oracle_step", ""): ("the true value of M actions (oracle)", INK, "v:"),
