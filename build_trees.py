@@ -9,6 +9,9 @@ For each training task the agent plays rollouts from the root, then from the nod
 scored. A node is expanded while it has fewer than W children and its depth is at most D. A
 branch without reward queues nothing, not even the node that it began at.
 
+The paper grows trees on the tasks that the agent was cloned from (--tasks cloned). The default is
+other tasks.
+
 Where the paper leaves a choice:
 - The expanded node joins its new branch in the queue. Otherwise no node would get W children.
 - Two actions that the environment executes alike are one child. If all draws repeat old children,
@@ -250,6 +253,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="default: RUN/trees.jsonl")
     add("--depth", type=natural, help="D (3 WebShop, 6 ScienceWorld, 8 ALFWorld, FrozenLake)")
     add("--width", type=positive, default=DEFAULTS["width"], help="W (%(default)s)")
+    which = "training tasks that the agent was cloned from, or, new, from the far end of the list"
+    add("--tasks", choices=["new", "cloned"], default="new", help=which)
     bound = "at most, per tree (24; 0: any)"
     add("--rollouts", type=natural, default=DEFAULTS["rollouts"], help=bound)
     add("--steps", type=positive, help="step limit of the agent (default: the environment's)")
@@ -297,6 +302,8 @@ def main(argv: list[str] | None = None) -> None:
     args.depth = env.tree_depth if args.depth is None else args.depth
     # From the far end of the list, where the agent has seen the fewest demonstrations.
     order = env.task_ids("train")[::-1]
+    if args.tasks == "cloned":
+        order = published.cloned_tasks(env, args.sft)
     tasks = order[: args.limit or None]
     demonstrations = published.demonstrations_for(env, tasks, args)
     settle_precision(args)

@@ -140,6 +140,29 @@ def by_task(expert: list[Demonstration], env: Any) -> dict[str, Demonstration]:
     return {key: max(taus, key=lambda tau: tau.reward or 0) for key, taus in groups.items()}
 
 
+def find_tasks(best: dict[str, Demonstration], env: Any, tasks: list[str]) -> None:
+    """Add, for each of the tasks that lacks one, the demonstration that begins with its words."""
+    begins = {t: env.reset(options={"task_id": t})[0].strip() for t in tasks if t not in best}
+    best.update({task: best[begin] for task, begin in begins.items() if begin in best})
+
+
+def cloned_tasks(env: Any, checkpoint: Path) -> list[str]:
+    """The training tasks of the demonstrations that a checkpoint was cloned from, in the order of
+    env.task_ids. UserError if the demonstrations are gone, or of no training task."""
+    file, most = cloned_from(checkpoint)
+    if file is None:
+        reason = "its demonstrations are not at hand"
+        raise UserError(f"{checkpoint}: {reason}: --tasks new does without")
+    order = env.task_ids("train")
+    best = by_task(read(file, env, most), env)
+    if not set(best) <= set(order):  # else each demonstration has its task's id
+        find_tasks(best, env, order)
+    cloned = [task for task in order if task in best]
+    if not cloned:
+        raise UserError(f"{file}: demonstrations of no training task: --tasks new does without")
+    return cloned
+
+
 def demonstrations_for(env: Any, tasks: list[str], args: Any) -> dict[str, Demonstration] | None:
     """By task, of --expert, else of what the agent was cloned from: then `args` name it.
 
@@ -154,8 +177,7 @@ def demonstrations_for(env: Any, tasks: list[str], args: Any) -> dict[str, Demon
         warn(f"{args.sft}: its demonstrations are not at hand, so the environment's expert plays")
     ids = {tau.task_id for tau in best.values()}
     if named or None in ids or (ids and ids.isdisjoint(env.task_ids("train"))):
-        begins = {t: env.reset(options={"task_id": t})[0].strip() for t in tasks if t not in best}
-        best |= {task: best[begin] for task, begin in begins.items() if begin in best}
+        find_tasks(best, env, tasks)
         matches = len(best.keys() & set(tasks))
         facts = f"{args.expert}: demonstrations of {matches} of {len(tasks)} tasks"
         if named and not matches:
