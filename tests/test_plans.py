@@ -1,4 +1,4 @@
-"""Planned comparisons: Holm by hand, the rival at equal tokens, families, and the page that shows them."""
+"""Planned comparisons: Holm by hand, the rival at equal tokens, families, git's pages, and the page that shows all."""
 
 import pandas as pd
 import pytest
@@ -20,7 +20,8 @@ def rows(method: str, rewards: tuple, tokens: int, N: str = "1", select: str = "
 def plan(family: str, method: str, minus: str, N: str = "1", select: str = "") -> dict:
     side = PLACE | {"method": method, "N": "1", "select": ""}
     other = {"minus_agent": "a", "minus_method": minus, "minus_M": "1", "minus_N": N, "minus_select": select}
-    return {"family": family, "unit": "lake", "planned": "3", "changes": ""} | side | other
+    optional = dict.fromkeys(["minus_split", "seeds", "commits", "gains", "stated", "stated_p", "source"], "")
+    return {"family": family, "unit": "lake", "planned": "3", "changes": ""} | side | other | optional
 
 
 RESULTS = pd.DataFrame([
@@ -49,6 +50,41 @@ def test_a_table_and_holms_p_by_hand():
         plans.over_units([0.1, 0.2])
 
 
+def test_what_only_a_page_of_git_has():
+    seeds = {"seeds": "1 2 3"}
+    of_units = plan("f", "qlass", "mcts") | seeds | {"gains": "+.100 +.200 +.300", "stated": "+.2 [-.1, .5]"}
+    mean_alone = plan("g", "qlass", "mcts") | seeds | {"stated": "+.046", "stated_p": "1"}
+    not_planned = plan("h", "qlass", "greedy") | seeds | {"planned": ""}
+    first, second, third = plans.table(pd.DataFrame([of_units, mean_alone, not_planned]), RESULTS).to_dict("records")
+    # Of both intervals the wider one counts: half of .6 is 4.303 standard errors.
+    wider = 2 * stats.t(2).sf(0.2 / (0.3 / stats.t(2).ppf(0.975)))
+    assert wider > stats.ttest_1samp([0.1, 0.2, 0.3], 0.0).pvalue
+    assert (float(first["p"]), float(first["over all"])) == pytest.approx((wider, 2 * wider), abs=2e-4)
+    assert first["difference [95 %]"].startswith("+0.200 [") and first["above"] == "3/3"
+    assert (second["difference [95 %]"], second["p"], second["above"]) == ("+0.046 ‡", "1.0000", "")
+    assert third["comparison"].endswith("†") and third["p"] and not third["over all"]  # it counts for nobody else
+
+
+def test_what_is_decided():
+    gains = {"seeds": "1 2 3", "gains": "+.100 +.101 +.102"}
+    planned = plan("f", "qlass", "mcts") | gains
+    undecided_by_the_page = planned | {"family": "g", "stated_p": ".07"}
+    not_planned = planned | {"family": "h", "planned": ""}
+    table = plans.table(pd.DataFrame([planned, undecided_by_the_page, not_planned]), RESULTS)
+    assert table["difference [95 %]"].str.startswith("**").tolist() == [True, False, False]
+
+
+def test_a_plan_names_seeds_and_commits():
+    first = RESULTS.assign(commit="old")
+    second = RESULTS.assign(commit="new", reward=RESULTS["reward"] + 0.1 * (RESULTS["method"] == "qlass"))
+    both = pd.concat([first, second])
+    with pytest.raises(UserError, match="two rows of one unit"):
+        plans.table(pd.DataFrame([plan("f", "qlass", "greedy")]), both)
+    new = plan("f", "qlass", "greedy") | {"commits": "new", "seeds": "1 3"}
+    (row,) = plans.table(pd.DataFrame([new]), both).to_dict("records")
+    assert (row["difference [95 %]"], row["above"]) == ("+0.300", "2/2")
+
+
 def test_rows_of_run_folders(tmp_path):
     turns = [("left", "wall"), ("right", "ice"), ("left", "ice"), ("left", "wall"), ("left", "wall")]  # two are repeats
     steps = [
@@ -67,4 +103,4 @@ def test_rows_of_run_folders(tmp_path):
 
 def test_the_page_is_what_the_script_prints(capsys):
     plans.main([])
-    assert capsys.readouterr().out in (plans.FOLDER / "plans.md").read_text()
+    assert capsys.readouterr().out in (plans.FOLDER / "plans.md").read_text(encoding="utf-8")
