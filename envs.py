@@ -2,6 +2,7 @@
 
     env = envs.make("webshop", data=DIR, max_steps=None)  # None: no limit
     obs, info = env.reset(options={"task_id": t})  # t of env.task_ids("train"); or split and index
+    obs, info = env.reset(seed=0)  # any task of `env.split`
     obs, reward, terminated, truncated, info = env.step("click[buy now]")
     s = env.snapshot(); env.restore(s)
     for thought, action in env.expert(t): ...  # the caller steps `env` with each action
@@ -19,51 +20,38 @@ and what the engine itself reports (`clickables`, `admissible_commands`, `won`, 
 
 from __future__ import annotations
 
-import argparse
 import copy
-import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 
-from environments import fingerprint
-from environments.guard import build, guard, options_of
+from environments import fair_order, fingerprint
+from environments.guard import Guarded, build, options_of
+from environments.hooks import Hooks
 from environments.rules import check
 from environments.spaces import AnyText
 from qlass import UserError
+from qlass.config import Run, begun_with
 from qlass.files import warn
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
 
-def fair_order(task_ids: Iterable[str], task_type: Callable[[str], str]) -> list[str]:
-    """The tasks, shuffled so that every stretch holds each type in the proportion of the whole.
+class TextEnv(Guarded, Hooks, gymnasium.Env):
+    """What every stage relies on; each environment overrides the part below the line.
 
-    The order depends on the ids alone: demonstrations, trees and `--limit` share it.
+    `Guarded` stands between a class and its callers; `Hooks` are what experiments and tables ask.
     """
-    types: dict[str, list[tuple[bytes, str]]] = {}
-    for task_id in task_ids:
-        lot = hashlib.blake2b(task_id.encode(), digest_size=8).digest()
-        types.setdefault(task_type(task_id), []).append((lot, task_id))
-    spread = []
-    for members in types.values():
-        for rank, (lot, task_id) in enumerate(sorted(members)):
-            spread.append(((rank + 0.5) / len(members), lot, task_id))
-    return [task_id for *_, task_id in sorted(spread)]
 
-
-class TextEnv(gymnasium.Env):
-    """What every stage relies on; each environment overrides the part below the line."""
-
-    name = ""
+    name = ""  # by default that of its class, in small letters
     version = "0"  # of its rules and rewards: raise it when an outcome changes
     instruction = ""  # the first user message: what the environment is and how to answer
-    agreement = "OK"  # the agent's answer to it
+    agreement = "OK"  # the agent's answer to it; empty: the task is in the same message
     system = ""  # a system message before it
     prefix = "Observation: "  # stands before every observation but the first, as in ETO
     max_steps: int | None = 40  # inference (App. A.2)
@@ -71,17 +59,9 @@ class TextEnv(gymnasium.Env):
     tree_depth = 8  # D of Algorithm 2
     demonstrations = 1350  # for the tiny model; few enough that it errs
     side_by_side = 1  # forks open at once: more only if they share nothing that changes
-    omniscient = False  # the expert knows what no page has shown: tables call it an oracle
-    unique_tasks = False  # the instruction alone says which task it is
     markov = False  # instruction and last observation say all that there is to know
-    playing: str | None = None  # the task of the last reset, which a crash names
+    split = "train"  # from which a reset draws that names no task
     known = True  # whether it knew the last action
-    final_answer: tuple | None = None  # the last one of an episode that has ended
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls.name = vars(cls).get("name") or cls.__name__.lower()  # not another class's
-        guard(cls)
 
     def __init__(
         self, max_steps: int | None = UNSET, instruction: str | Path | None = None
@@ -96,6 +76,7 @@ class TextEnv(gymnasium.Env):
             self.instruction = Path(instruction).read_text(encoding="utf-8-sig")
         self.observation_space = self.action_space = AnyText(20)
         self.steps = 0
+        self.settings: dict[str, Any] = {}  # what a recipe tells of it, from `from_config`
 
     def instruct(self, instruction: str) -> None:
         """Begin with another first user message."""
@@ -120,11 +101,6 @@ class TextEnv(gymnasium.Env):
 
     # ------------------------------------------------------------- what each environment overrides
 
-    @staticmethod
-    def default_options() -> dict[str, str]:
-        """Options that surroundings such as shell variables set, unless they are named."""
-        return {}
-
     def split_ids(self, split: str) -> list[str]:
         """The tasks of a split, in any order; UserError if there is no such split."""
         if type(self).task_ids is TextEnv.task_ids:
@@ -133,18 +109,6 @@ class TextEnv(gymnasium.Env):
 
     def task_type(self, task_id: str) -> str:
         """The kind of task, where an environment has several: tables have a row for each."""
-        return ""
-
-    def published_id(self, record: dict) -> str | None:
-        """Our id of the task of a record of ETO's files; None: only its words tell the task."""
-        return None
-
-    def in_own_words(self, text: str) -> str:
-        """A message of a published demonstration in the words of this environment."""
-        return text
-
-    def picture(self, observation: str) -> str:
-        """What `--show` draws below an observation."""
         return ""
 
     def canonical(self, action: str) -> str:
@@ -158,14 +122,6 @@ class TextEnv(gymnasium.Env):
         """Whether it would act on this text now: `info["known"]` of the step."""
         valid = self.valid_actions()
         return action in valid or self.canonical(action) in map(self.canonical, valid)
-
-    def subject(self, task_id: str) -> str:
-        """What a task is about: an agent that learned one task of a subject knows the others."""
-        return task_id
-
-    def block(self, task_id: str) -> str:
-        """Tasks of one block vary together: intervals count blocks, by default subjects."""
-        return self.subject(task_id)
 
     def snapshot(self) -> Any:
         raise NotImplementedError
@@ -189,22 +145,11 @@ class TextEnv(gymnasium.Env):
             raise UserError(f"{self.name}: a step earned {reward}, but {rule}")
         return value
 
-    def reseed(self, seed: int) -> None:
-        """Use other random numbers from here on. A restored state brings its own."""
-
     # A player yields (thought, action); its caller steps this environment between two of them.
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """A player that knows the task and the pages shown so far, unless it is `omniscient`."""
         raise NotImplementedError
-
-    def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """The best player there is. It may know what no page has shown."""
-        return self.expert(task_id)
-
-    def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
-        """Players that learn nothing, by name: what a trained agent has to beat."""
-        return {}
 
     def candidates(self) -> list[tuple[str, str]]:
         """(thought, action) of every valid action in the state at hand, for `--candidates valid`.
@@ -216,14 +161,6 @@ class TextEnv(gymnasium.Env):
     def valid_actions(self) -> list[str]:
         raise NotImplementedError
 
-    def paraphrase(self, task: str, index: int) -> str:
-        """The task's sentence in other words, by rules; index 0 is the sentence itself."""
-        raise UserError(f"--paraphrase: {self.name} has no rules for it: leave it out")
-
-    def optimal_value(self, gamma: float = 0.99) -> float:
-        """The best discounted outcome still in reach."""
-        raise UserError(f"{self.name}: has no oracle for the value of a state")
-
 
 # ----------------------------------------------------------------------------------- the registry
 # Each environment has its own folder, which is loaded when it is asked for.
@@ -234,8 +171,9 @@ ENVIRONMENTS = {
     "sciworld": "environments.sciworld.env:SciWorldEnv",
     "frozenlake": "environments.frozenlake.env:FrozenLakeEnv",
 }
-for _class in ENVIRONMENTS.values():  # gymnasium.make("envs:qlass/WebShop-v0")
-    gymnasium.register(id=f"qlass/{_class.partition(':')[2][:-3]}-v0", entry_point=_class)
+for _name, _class in ENVIRONMENTS.items():  # gymnasium.make("envs:qlass/WebShop-v0", split="test")
+    _id = _class.partition(":")[2].removesuffix("Env")
+    gymnasium.register(f"qlass/{_id}-v0", "envs:make", kwargs={"name": _name})
 
 
 def environment_class(name: str) -> type[TextEnv]:
@@ -245,13 +183,12 @@ def environment_class(name: str) -> type[TextEnv]:
         sys.path.append("")  # a module of the folder at hand, as with `python -m`
     try:
         environment = getattr(importlib.import_module(module), kind)
-        if not issubclass(environment, TextEnv):
-            raise TypeError("not a class that is derived from envs.TextEnv")
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         choice = f"there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
-        if name in ENVIRONMENTS:
-            choice = "does a folder of yours hide one of ours? rename it, or start elsewhere"
-        raise UserError(f"--env {name}: {error}; {choice}") from None
+        hidden = "does a folder of yours hide one of ours?"
+        raise UserError(f"--env {name}: {error}; {choice} ({hidden})") from None
+    if not (isinstance(environment, type) and issubclass(environment, TextEnv)):
+        raise UserError(f"--env {name}: {kind} is no class that is derived from envs.TextEnv")
     return environment
 
 
@@ -259,7 +196,10 @@ CHECKED = set(ENVIRONMENTS)  # by tests; others are checked at their first use
 
 
 def make(name: str, **options: Any) -> TextEnv:
-    """Build an environment by name; options are those of its class (`data`, `max_steps`, ...)."""
+    """Build an environment by name; options are those of its class (`data`, `max_steps`, ...).
+
+    split: from which every reset draws that names no task.
+    """
     env = build(name, environment_class(name), options)
     if name not in CHECKED:
         check(env)
@@ -267,22 +207,22 @@ def make(name: str, **options: Any) -> TextEnv:
     return env
 
 
-def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
-    """The environment of --env and --env-option; `options` are the stage's own (`max_steps`).
+def from_config(config: Run, **options: Any) -> TextEnv:
+    """The environment of --env and --env-option; `options` are the command's own (`max_steps`).
 
-    Options that the surroundings set are added to the arguments, and what files named by options
-    hold; the metadata of what a stage writes keep them.
+    Its `settings` are what a recipe tells of it: the options, also those that the surroundings set,
+    the content of the files that they name, and the version of its rules.
     """
-    args.env_option, named = options_of(environment_class(args.env), args.env_option, options)
-    begun = vars(args).get("env_files")
+    texts, named = options_of(environment_class(config.env), list(config.env_option), options)
     paths = {name: value for name, value in named.items() if isinstance(value, str)}
-    args.env_files = {n: fingerprint(path) for n, path in paths.items() if os.path.exists(path)}
-    if begun not in (None, args.env_files):
-        warn(f"{args.run} was begun with other files than --env-option names now: put them back")
-    env = make(args.env, **named, **options)
-    args.env_version = env.version
-    in_flight = getattr(args, "in_flight", None) or 1
-    if args.env not in ENVIRONMENTS and in_flight > env.side_by_side:
+    contents = {n: fingerprint(path) for n, path in paths.items() if os.path.exists(path)}
+    if begun_with(config.run).get("env_files", contents) != contents:
+        warn(f"{config.run} was begun with other files than --env-option names now: put them back")
+    env = make(config.env, **named, **options)
+    env.settings = {"env": config.env, "env_option": texts, "env_files": contents}
+    env.settings["env_version"] = env.version
+    in_flight = getattr(config, "in_flight", None) or 1
+    if config.env not in ENVIRONMENTS and in_flight > env.side_by_side:
         reason = f"{env.name} may have {env.side_by_side} open at once, its side_by_side"
         raise UserError(f"--in-flight {in_flight}: {reason}")
     return env

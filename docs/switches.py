@@ -61,6 +61,15 @@ class Switches(TextEnv):
         self.task_id, self.wanted, self.on, self.steps = snapshot
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        for lamp in sorted(self.wanted):
-            yield f"The task names {lamp}.", f"switch {lamp}"
-        yield "All that the task names is on.", "done"
+        actions = [f"switch {lamp}" for lamp in sorted(self.wanted)]
+        for action in [*actions, "done"]:
+            yield self.thought(action), action
+
+    def candidates(self) -> list[tuple[str, str]]:
+        """Each valid action with the thought that the expert would write: the tiny model chooses among these."""
+        return [(self.thought(action), action) for action in self.valid_actions()]
+
+    def thought(self, action: str) -> str:
+        """What the agent sees of the lamp: the same words for a right action and for a wrong one."""
+        lamp = action.removeprefix("switch ")
+        return "That is all." if action == "done" else f"{lamp} is {'on' if lamp in self.on else 'off'}."

@@ -6,9 +6,26 @@ No model and no stage of the pipeline is needed here, so that a folder can be li
 import glob
 import hashlib
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from qlass import UserError
+
+
+def fair_order(task_ids: Iterable[str], task_type: Callable[[str], str]) -> list[str]:
+    """The tasks, shuffled so that every stretch holds each type in the proportion of the whole.
+
+    The order depends on the ids alone: demonstrations, trees and `--limit` share it.
+    """
+    types: dict[str, list[tuple[bytes, str]]] = {}
+    for task_id in task_ids:
+        lot = hashlib.blake2b(task_id.encode(), digest_size=8).digest()
+        types.setdefault(task_type(task_id), []).append((lot, task_id))
+    spread = []
+    for members in types.values():
+        for rank, (lot, task_id) in enumerate(sorted(members)):
+            spread.append(((rank + 0.5) / len(members), lot, task_id))
+    return [task_id for *_, task_id in sorted(spread)]
 
 
 def split_files(published: str | Path) -> dict[str, Path]:

@@ -7,8 +7,9 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +23,15 @@ FITTING: dict[type, tuple] = {
     int: ("a whole number", int, type(None)),
     float: ("a number", float, int, type(None)),
 }
+# Options of a reset that name a task. One that names none draws from `env.split`.
+NAMING = (set(), {"task_id"}, {"index"}, {"split", "index"})
 
 
 class Fault(UserError):
     """What a class does against the rules, or its crash."""
 
 
-def attempt(what: Callable[[], str], act: Callable, *args: Any, **options: Any) -> Any:
+def attempt(what: Callable[[], str], act: Callable, /, *args: Any, **options: Any) -> Any:
     """act(...), whose crash is one line that begins with what was done."""
     try:
         return act(*args, **options)
@@ -47,27 +50,64 @@ class Ended:
     answer: tuple = field(compare=False)
 
 
-def task_of(env: Any, seed: int | None, options: dict | None) -> str:
-    """The task that `reset` begins: task_id, or of a split (by default train) the one at an index, or any."""
+def named_task(env: Any, options: dict | None) -> str | None:
+    """The task that a reset's options name, by its id or by its index in a split (by default `env.split`), or None."""
     given = {name: value for name, value in (options or {}).items() if value is not None}
-    if given.keys() - {"task_id", "split", "index"} or ("task_id" in given and len(given) > 1):
+    if set(given) == {"split"}:
+        way = f"make(..., split={given['split']!r}) draws from it at every reset"
+        raise UserError(f"{env.name}: reset takes a split with an index, or none; {way}")
+    if set(given) not in NAMING:
         raise UserError(f"{env.name}: reset takes task_id, or split and index, not {', '.join(given)}")
-    if "task_id" in given:
-        return str(given["task_id"])
-    split, index = given.get("split", "train"), given.get("index")
-    tasks = env.split_ids(split) if index is None else env.task_ids(split)
-    if index is None and tasks:
-        gymnasium.Env.reset(env, seed=seed)
-        index = env.np_random.integers(len(tasks))
-    if index not in range(len(tasks)):
-        raise UserError(f"{env.name}: reset: no task {index} of {split}, which has {len(tasks)}, counted from 0")
-    return tasks[int(index)]
+    if "index" in given:
+        split, index = given.get("split", env.split), given["index"]
+        tasks = env.task_ids(split)
+        if index not in range(len(tasks)):
+            raise UserError(f"{env.name}: reset: no task {index} of {split}, which has {len(tasks)}, counted from 0")
+        return tasks[int(index)]
+    return str(given["task_id"]) if given else None
+
+
+def broken(text: str) -> bool:
+    """Whether a text holds half a surrogate, which no file and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def readable(text: Any) -> Any:
+    """The text with the replacement character for half a surrogate. What is no text is left to the rules."""
+    if isinstance(text, str) and broken(text):
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
 
 
 def reset(method: Callable, env: Any, *, seed: int | None = None, options: dict | None = None) -> tuple:
-    """A class's own `reset` always finds options["task_id"]."""
-    env.playing, env.final_answer = task_of(env, seed, options), None
-    return method(env, seed=seed, options={"task_id": env.playing})
+    """Who draws, seeds: the generator is set and the task drawn here, and a class's own `reset` always finds
+    options["task_id"]. Its seed is that of this call, or for a task that was drawn without one a number drawn too."""
+    if seed is not None:
+        gymnasium.Env.reset(env, seed=seed)
+    task_id = named_task(env, options)
+    if task_id is None:
+        tasks = env.split_ids(env.split)
+        if not tasks:
+            raise UserError(f"{env.name}: reset: {env.split} has no tasks")
+        task_id = tasks[env.np_random.integers(len(tasks))]
+        seed = int(env.np_random.integers(2**31)) if seed is None else seed
+    env.playing, env.final_answer = task_id, None
+    generator, begun_with = env._np_random, env._np_random_seed
+    answer = method(env, seed=seed, options={"task_id": task_id})
+    env._np_random, env._np_random_seed = generator, begun_with  # a class's super().reset(seed=seed) sets it back
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        raise Fault(f"{env.name}: reset returns {type(answer).__name__}, not (observation, info)")
+    return shown(*answer)
+
+
+def shown(observation: Any, info: dict) -> tuple[Any, dict]:
+    if "task" in info:
+        info["task"] = readable(info["task"])
+    return readable(observation), info
 
 
 def step(method: Callable, env: Any, action: str) -> tuple:
@@ -79,16 +119,12 @@ def step(method: Callable, env: Any, action: str) -> tuple:
         return *env.final_answer[:4], copy.copy(env.final_answer[4])
     env.known = env.knows(action)
     observation, reward, terminated, truncated, info = method(env, action)
+    observation, info = shown(observation, info)
     info["known"] = env.known
     terminated, truncated = bool(terminated), bool(truncated)
     if terminated or truncated:
         env.final_answer = observation, 0.0, terminated, truncated, copy.copy(info)
     return observation, reward, terminated, truncated, info
-
-
-def expert(method: Callable, env: Any, task_id: str) -> Iterator:
-    moves, end = iter(method(env, task_id)), object()
-    return iter(lambda: attempt(lambda: f"{env.name}: task {task_id}: expert", next, moves, end), end)
 
 
 def snapshot(method: Callable, env: Any) -> Any:
@@ -101,12 +137,58 @@ def restore(method: Callable, env: Any, state: Any) -> None:
     method(env, state)
 
 
-def guard(kind: type) -> None:
-    """Put the functions above around the methods of these names."""
-    for around in (reset, step, snapshot, restore, expert):
-        method = getattr(kind, around.__name__)
-        if getattr(method, "guarded", None) is not method:
-            setattr(kind, around.__name__, guarded(method, around, around.__name__))
+def candidates(method: Callable, env: Any) -> list[tuple[str, str]]:
+    offered = method(env)
+    texts = list(itertools.chain(*offered))
+    if broken("".join(texts)):
+        odd = next(filter(broken, texts))
+        raise Fault(f"{env.name}: task {env.playing}: candidates: half a surrogate in {odd!r}")
+    return offered
+
+
+def expert(method: Callable, env: Any, task_id: str) -> Iterator:
+    return player(env, "expert", lambda: method(env, task_id))
+
+
+def oracle(method: Callable, env: Any, task_id: str) -> Iterator:
+    return player(env, "oracle", lambda: method(env, task_id))
+
+
+def rules(method: Callable, env: Any) -> dict[str, Callable[[], Iterator]]:
+    return {name: functools.partial(player, env, f"rule {name!r}", begin) for name, begin in method(env).items()}
+
+
+def player(env: Any, who: str, begin: Callable[[], Iterable]) -> Iterator:
+    """The moves of one of the environment's own players."""
+
+    def what() -> str:
+        return f"{env.name}: task {env.playing}: {who}"
+
+    moves, end = attempt(what, lambda: iter(begin())), object()
+    return iter(lambda: attempt(what, next, moves, end), end)
+
+
+def plain(method: Callable, env: Any, *args: Any) -> Any:
+    return method(env, *args)
+
+
+AROUND = {each.__name__: each for each in (reset, step, snapshot, restore, candidates, expert, oracle, rules)}
+AROUND |= {"canonical": plain, "message": plain}
+
+
+class Guarded:
+    """What stands between its subclasses and their callers: the functions above, around the methods of these names."""
+
+    playing: str | None = None  # the task of the last reset, which a crash names
+    final_answer: tuple | None = None  # the last one of an episode that has ended
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.name = vars(cls).get("name") or cls.__name__.lower()  # not that of the class it is derived from
+        for name, around in AROUND.items():
+            method = getattr(cls, name)
+            if getattr(method, "guarded", None) is not method:
+                setattr(cls, name, guarded(method, around, name))
 
 
 def guarded(method: Callable, around: Callable, name: str) -> Callable:
@@ -114,7 +196,7 @@ def guarded(method: Callable, around: Callable, name: str) -> Callable:
     def call(env: Any, *args: Any, **options: Any) -> Any:
         if getattr(type(env), name) is not call:  # a subclass's method, which has its own guard, calls this one
             return method(env, *args, **options)
-        text = "{0.name}: task {0.playing}: {1}({2!r})" if name == "step" else "{0.name}: task {0.playing}: {1}"
+        text = "{0.name}: task {0.playing}: {1}" + ("({2!r})" if name in ("step", "canonical") else "")
         return attempt(lambda: text.format(env, name, *args), around, method, env, *args, **options)
 
     call.guarded = call  # a decorator's copy of this attribute is not the function that has it
@@ -122,8 +204,9 @@ def guarded(method: Callable, around: Callable, name: str) -> Callable:
 
 
 def build(name: str, kind: type, options: dict[str, Any]) -> Any:
-    """kind(**options), for --env NAME."""
-    parameters = inspect.signature(kind)
+    """kind(**options), for --env NAME. `split`, unless a class has an option of this name: see `TextEnv.split`."""
+    parameters, options = inspect.signature(kind), dict(options)
+    split = None if "split" in parameters.parameters else options.pop("split", None)
     try:
         parameters.bind(**options)
     except TypeError as error:
@@ -132,6 +215,9 @@ def build(name: str, kind: type, options: dict[str, Any]) -> Any:
     env = attempt(lambda: f"--env {name}", kind, **options)
     if "max_steps" in options:  # a class may take it and not pass it on
         env.max_steps = options["max_steps"]
+    if split is not None:
+        env.split_ids(split)  # UserError if there is none
+        env.split = split
     return env
 
 

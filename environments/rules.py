@@ -8,22 +8,30 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from qlass.files import warn
+
 from .guard import Fault, attempt
 
 STEPS = 3  # of the path that is played over and over
 NONSENSE = "sing a song"  # as a model may
 
 
+def splits_of(env: Any) -> dict[str, list[str]]:
+    """{split: task ids} of train and of each other split that there is."""
+    splits = {"train": env.split_ids("train")}
+    for split in ("val", "test"):
+        with contextlib.suppress(Exception):  # there is none
+            splits[split] = env.split_ids(split)
+    return splits
+
+
 class Player:
     """A fork that plays a task and looks at all that it is given. A page is what a step leads to."""
 
     def __init__(self, env: Any, task_id: str, max_steps: int = STEPS) -> None:
-        self.env, self.task_id = env.fork(), task_id
+        self.env, self.task_id, self.unoffered = env.fork(), task_id, None
         self.env.max_steps = max_steps
-        answer = self.env.reset(options={"task_id": task_id})
-        if not (isinstance(answer, tuple) and len(answer) == 2):
-            raise Fault(f"reset returns {type(answer).__name__}, not (observation, info)")
-        self.first = self.look("reset", *answer)
+        self.first = self.look("reset", *self.env.reset(options={"task_id": task_id}))
 
     def step(self, action: str) -> dict[str, Any]:
         observation, reward, terminated, truncated, info = self.env.step(action)
@@ -33,7 +41,7 @@ class Player:
 
     def look(self, call: str, text: Any, info: dict) -> dict[str, Any]:
         if call != "reset":
-            with contextlib.suppress(() if isinstance(text, str) else TypeError):  # of the usual message
+            with contextlib.suppress(() if isinstance(text, str) else Fault):  # of the usual message
                 text = self.env.message(text)
         if not isinstance(text, str):
             raise Fault(f"the observation of {call} is of type {type(text).__name__}, not str")
@@ -45,7 +53,7 @@ class Player:
         valid = info["valid_actions"]
         if valid != self.env.valid_actions() or not all(isinstance(action, str) for action in valid):
             raise Fault(f"valid_actions of {call} are no str, or not those of valid_actions()")
-        return {"observation": text, "valid_actions": list(valid)}
+        return {"observation": text, "task": info["task"], "valid_actions": list(valid)}
 
     def actions(self) -> Iterator[str]:
         """The expert's, if there is one, then any."""
@@ -55,6 +63,8 @@ class Player:
         for move in moves or ():
             if not (len(move) == 2 and all(isinstance(text, str) for text in move)):
                 raise Fault(f"expert yields {move!r}, not (thought, action)")
+            if tuple(move) not in map(tuple, self.env.candidates()):
+                self.unoffered = self.unoffered or move
             yield move[1]
         if moves is not None and move is None:
             raise Fault(f"expert({self.task_id!r}) yields no step")
@@ -84,19 +94,20 @@ class Rules:
 
     def task_ids(self) -> None:
         """task_ids(split) gives texts, each once and in the same order (str(i) there, int(task_id) in reset)"""
-        for split, read in itertools.product(("test", "val", "train"), (self.env.split_ids, self.env.task_ids)):
-            try:
-                self.tasks, again = read(split), read(split)
-            except Exception:  # no such split
-                if split == "train":
-                    raise
-                continue
-            if odd := [task_id for task_id in self.tasks if not isinstance(task_id, str)]:
-                raise Fault(f"{split} has the task id {odd[0]!r}, which is no str")
-            if self.tasks != again or len(set(again)) < len(again):
-                raise Fault(f"{split} has a task id twice, or other ones at the next call")
+        self.tasks, splits = self.env.split_ids("train"), splits_of(self.env)
         if not self.tasks:
             raise Fault("train has no tasks")
+        for split, tasks in splits.items():
+            if odd := [task_id for task_id in tasks if not isinstance(task_id, str)]:
+                raise Fault(f"{split} has the task id {odd[0]!r}, which is no str")
+            for read in (self.env.split_ids, self.env.task_ids):
+                once, again = read(split), read(split)
+                if once != again or len(set(again)) < len(again):
+                    raise Fault(f"{split} has a task id twice, or other ones at the next call")
+        for one, other in itertools.combinations(splits, 2):
+            if both := {*splits[one]} & {*splits[other]}:
+                warn(f"{self.env.name}: {len(both)} tasks of {one} are in {other} too, e.g. {min(both)!r}")
+        self.tasks = self.env.task_ids("train")
 
     def play(self) -> None:
         """reset and step return text, the outcome and info; the expert yields (thought, action), texts too"""
@@ -109,6 +120,10 @@ class Rules:
             self.path.append((snapshot, twin, action, self.player.step(action)))
             if self.path[-1][3]["done"]:
                 break
+        if self.player.unoffered:
+            problem = f"the expert writes {self.player.unoffered!r}, which is not among candidates()"
+            remedy = "the tiny model chooses among these, so give them the expert's thoughts, or the expert none"
+            warn(f"{self.env.name}: task {self.tasks[0]}: {problem}: {remedy}")
 
     def restore(self) -> None:
         """snapshot copies all that step changes, its count too; restore puts that back and keeps the copy as it is"""

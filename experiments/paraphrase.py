@@ -1,6 +1,6 @@
 """The task in other words, so that each of the M candidates of a step is sampled under its own wording (App. A.3.2).
 
-Wording 0 is the original; the others are the environment's own (--paraphrase) or a language model's
+Wording 0 is the original; the others are made by rules (--paraphrase, RULES) or by a language model
 (--paraphrase-server), which is asked in our words for what the paper describes. Nothing checks its answers, as nothing
 does in the paper.
 """
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from experiments import rewording
 from qlass import UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
@@ -22,6 +23,7 @@ from qlass.server import Server
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording
 
+RULES: dict[str, Reworder] = {"webshop": rewording.paraphrase}  # by environment
 ROOM = 200  # tokens of a wording
 PROMPT = (
     "Say the following shopping request in other words. Keep all that it asks for: the product, its attributes, each "
@@ -80,7 +82,9 @@ def paraphrased(sample: Callable, env: Any, wordings: int | None, server: str | 
     """What answers the Sample requests of a search; neither wordings nor a server of them: as `sample` does."""
     if wordings is None and server is None:
         return sample
-    return under_wordings(sample, by_server(server) if server else env.paraphrase, wordings or 0)
+    if server is None and env.name not in RULES:
+        raise UserError(f"--paraphrase: there are no rules for {env.name}: leave it out")
+    return under_wordings(sample, by_server(server) if server else RULES[env.name], wordings or 0)
 
 
 def prompt_tokens(chat: Chat, episodes: Sequence[Sequence[Step]]) -> int:

@@ -7,7 +7,7 @@ that is done repeats its last answer. `infos["extra.expert_plan"]` is left out: 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,31 +57,32 @@ class AlfredTWEnv:
         return BatchEnv(self.game_files, batch_size, self.config[section]["training"]["max_nb_steps_per_episode"])
 
 
-def shuffled(game_files: Sequence[str], seed: int | None) -> Iterator[str]:
-    """All games in one order, then in another, without end."""
-    rng, order = np.random.RandomState(seed), list(game_files)
-    while order:
-        rng.shuffle(order)
-        yield from order
-
-
 class BatchEnv:
     """Games side by side; what it returns has an entry for each of them. max_steps: 0 for no limit."""
 
     def __init__(self, game_files: Sequence[str], batch_size: int, max_steps: int) -> None:
         self.gamefiles, self.batch_size, self.max_steps = game_files, batch_size, max_steps
+        self.last: list[tuple[str, int, bool]] = []
         self.seed(1234)
 
     def seed(self, seed: int | None = None) -> list[int | None]:
-        self.order = shuffled(self.gamefiles, seed)
+        self.rng, self.order, self.number = np.random.RandomState(seed), list(self.gamefiles), 0
         return [seed]
+
+    def next_game(self) -> str:
+        """All games in one order, then in another, without end."""
+        place = self.number % len(self.order)
+        if place == 0:
+            self.rng.shuffle(self.order)
+        self.number += 1
+        return self.order[place]
 
     def skip(self, nb_games: int = 1) -> None:
         for _ in range(nb_games):
-            next(self.order)
+            self.next_game()
 
     def reset(self) -> tuple[tuple[str, ...], dict[str, list]]:
-        paths = [next(self.order) for _ in range(self.batch_size)]
+        paths = [self.next_game() for _ in range(self.batch_size)]
         self.games, self.steps = [games.load(path) for path in paths], 0
         self.states = [game.start for game in self.games]
         self.last = [(game.first, 0, False) for game in self.games]
@@ -90,6 +91,8 @@ class BatchEnv:
     def step(self, commands: Sequence[str]) -> tuple[tuple, tuple, tuple, dict[str, list]]:
         """Observations, scores (1: won), dones (won, or out of steps) and infos."""
         assert isinstance(commands, list | tuple), "a list of commands is expected"
+        if not self.last:
+            raise UserError("alfworld: step before reset: no game is being played")
         self.steps += 1
         for i, (game, command) in enumerate(zip(self.games, commands, strict=True)):
             if not self.last[i][2]:

@@ -4,20 +4,20 @@ docs/verifiers.toml.
     python -m integrations.openenv --env alfworld --port 8000
 """
 
+import dataclasses
 import threading
 import uuid
 from collections import ChainMap
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
 import envs
-from environments.guard import task_of
+from environments.guard import named_task
 from integrations.trl import TextGame
 from qlass import UserError
-from qlass.flags import Parser, at_least, run_stage
-from qlass.runs import parse
+from qlass.config import Positive, Run, free, read, run_stage
 
 ONE_AT_A_TIME = threading.Lock()  # sessions are threads, and players share what an engine keeps
 HELD = 1000  # snapshots per session
@@ -43,17 +43,21 @@ class Session(Environment):
     def __init__(self, world: envs.TextEnv, open_sessions: dict[Any, dict[str, tuple]]) -> None:
         super().__init__()
         self.env, self.open_sessions, self.snapshots = world.fork(), open_sessions, {}
-        self.game, self.steps = TextGame(self.env), 0
+        self.game, self.steps, self.split = TextGame(self.env), 0, self.env.split
 
     def reset(
         self, seed: int | None = None, episode_id: Any = None, snapshot: str | None = None, **options: Any
     ) -> TextObservation:
-        """Begin a task, or go to a snapshot: the answer is the one that was given there."""
+        """Begin a task, or go to a snapshot: the answer is the one that was given there.
+
+        options: task_id; or split (by default train) and index. Without either a task of the split is drawn.
+        """
         with ONE_AT_A_TIME:
             if len(self.open_sessions.keys() - {self}) >= (most := self.env.side_by_side):
                 raise UserError(f"{self.env.name}: {most} episodes are open, and may be at once: close one")
             if snapshot is None:
-                text, self.steps = self.game.reset(task_of(self.env, seed, options), seed), 0
+                self.env.split = options.pop("split", None) or self.split  # of this request alone
+                text, self.steps = self.game.reset(named_task(self.env, options), seed), 0
                 self.answer = TextObservation(text=text, instruction=self.env.instruction)
             elif point := ChainMap(*self.open_sessions.values()).get(snapshot):
                 here, game, self.steps, self.answer = point
@@ -93,12 +97,17 @@ def application(world: envs.TextEnv) -> Any:
     return create_app(lambda: Session(world, sessions), TextAction, TextObservation, **options)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Run):
+    plays_elsewhere: ClassVar[bool] = True
+
+    host: str = free("127.0.0.1")
+    port: Positive = free(8000)
+
+
 def main(argv: list[str] | None = None) -> None:
-    flags = Parser(__doc__)
-    flags.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    flags.add_argument("--port", type=at_least(1), default=8000, metavar="N", help="default: %(default)s")
-    args = parse(flags, argv, search=True)
-    uvicorn.run(application(envs.from_arguments(args)), host=args.host, port=args.port)
+    config = read(Config, __doc__, argv)
+    uvicorn.run(application(envs.from_config(config)), host=config.host, port=config.port)
 
 
 if __name__ == "__main__":

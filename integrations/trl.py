@@ -6,6 +6,7 @@
 The model's chat template must know tool calls, and `max_completion_length` is for a whole episode.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,8 @@ class TextGame:
     def __init__(self, env: envs.TextEnv) -> None:
         self.env, self.info, self.over, self.reward = env, {}, True, 0.0
 
-    def reset(self, task_id: str, seed: int | None = None, **row: Any) -> str:
-        """The first observation of a row's task, which TRL adds to the prompt."""
+    def reset(self, task_id: str | None, seed: int | None = None, **row: Any) -> str:
+        """The first observation of a row's task, which TRL adds to the prompt. None: of any task."""
         observation, self.info = self.env.reset(seed=seed, options={"task_id": task_id})
         self.over, self.reward, self.state = False, 0.0, State.first(self.env, observation, self.info)
         return observation
@@ -40,7 +41,7 @@ class TextGame:
             The observation that follows.
         """
         if self.over:
-            raise ValueError("the episode is over")
+            raise ValueError("the episode is over" if self.info else "no episode has begun: reset comes first")
         action = parse_action(action)
         observation, reward, terminated, truncated, self.info = self.env.step(action)
         self.state = self.state.then(react("", action), self.env.message(observation))
@@ -55,8 +56,12 @@ class TextGame:
 
 def games(name: str, **options: Any) -> Callable[[], TextGame]:
     """An `environment_factory`; options: those of the environment's class."""
-    world = envs.make(name, **options)
-    return lambda: TextGame(world.fork() if world.side_by_side > 1 else envs.make(name, **options))
+    return functools.partial(game, envs.make(name, **options), name, options)
+
+
+def game(world: envs.TextEnv, name: str, options: dict[str, Any]) -> TextGame:
+    """A player of its own."""
+    return TextGame(world.fork() if world.side_by_side > 1 else envs.make(name, **options))
 
 
 def prompts(name: str, split: str = "train", limit: int | None = None, **options: Any) -> list[dict[str, Any]]:

@@ -41,11 +41,14 @@ class SimServer:
         counts = Counter(attribute for goal in goals for attribute in goal["attributes"])
         rarity = ([1 / counts[attribute] for attribute in goal["attributes"]] for goal in goals)
         self.weights = [1] * len(goals) if human_goals else [sum(shares) / len(shares) for shares in rarity]
-        self.goals = Lazy(len(goals), lambda i: goals[i] | {"weight": self.weights[i]})
+        self.goals = Lazy(len(goals), self.goal)
         self.cum_weights = [0, *itertools.accumulate(self.weights)]
         self.rng = random.Random(233)
         self.rng.shuffle([*goals])  # the original's generator has shuffled them before it draws one
         self.user_sessions: dict[str, dict[str, Any]] = {}
+
+    def goal(self, number: int) -> dict[str, Any]:
+        return self.shop.goals[number] | {"weight": self.weights[number]}
 
     def draw(self) -> int:
         """The original's draw by weight, which never takes the first goal."""

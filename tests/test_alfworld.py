@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import envs
 from data import make_alfworld
 from environments.alfworld import games as alfworld_data
-from environments.alfworld.belief import draw
 from environments.alfworld.env import ALFWorldEnv
 from environments.alfworld.expert import Memory, plan, told
+from experiments.belief import draw, imagine
 
 
 @pytest.fixture(scope="session")
@@ -220,7 +220,7 @@ def test_the_expert_acts_on_what_it_was_shown(env, data):
         env.reset(options={"task_id": task_id})
         start, decisions = env.candidates(), itertools.islice(env.expert(task_id), steps)
         turns = [(decision, env.step(decision[1])[0], env.candidates()) for decision in decisions]
-        return start, turns, env.memory.decide(), [env.imagine(n).optimal_value() for n in range(4)]
+        return start, turns, env.memory.decide(), [imagine(env, n).optimal_value() for n in range(4)]
 
     before, replay = shown(env), env.fork()
     seen = [r for r, name in env.game.names.items() if name in env.memory.seen]
@@ -237,13 +237,13 @@ def test_a_belief_agrees_with_all_that_was_seen(env, data):
         expert = env.memory.decide()
         action = data.draw(st.sampled_from([*info["valid_actions"], *[expert] * 9 * bool(expert)]))
         info = env.step(action)[4]
-        believed, name = env.imagine(env.steps), env.game.names
+        believed, name = imagine(env, env.steps), env.game.names
         looked = [r for r in env.game.location if name[r] in env.memory.looked]
         assert all(believed.state.contents[r] == env.state.contents[r] for r in looked)
         assert believed.state._replace(contents=env.state.contents) == env.state
         assert (believed.optimal_value() > 0) == (env.optimal_value() > 0)
     env.memory = dataclasses.replace(env.memory, looked=frozenset(env.memory.receptacles))
-    assert env.imagine().state == env.state and env.imagine().optimal_value() == env.optimal_value()
+    assert imagine(env).state == env.state and imagine(env).optimal_value() == env.optimal_value()
 
 
 @pytest.mark.parametrize(("commands", "apples", "worlds"), [

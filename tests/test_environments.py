@@ -1,9 +1,9 @@
 """What every environment keeps to, the order of tasks, and the example of docs/environment.md through all stages."""
 
-import argparse
 import copy
 import itertools
 import json
+import os
 import pickle
 import random
 from collections import Counter
@@ -19,15 +19,14 @@ from hypothesis import strategies as st
 import build_trees
 import envs
 import sft
-import train_qnet
 from build_trees import Explorer
 from docs.switches import Switches
 from environments import check
 from experiments import compare, drive_in_order
-from qlass import UserError
+from qlass import UserError, presets
 from qlass.chat import Rendering
+from qlass.config import Sampling, run_stage
 from qlass.files import read_jsonl
-from qlass.flags import run_stage
 
 FLAG = "docs.switches:Switches"
 installed = pytest.mark.skipif(find_spec("scienceworld") is None, reason="pip install scienceworld")
@@ -42,9 +41,9 @@ def no_class_checked(monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # of gymnasium's checks, on the texts of ScienceWorld
 @pytest.mark.parametrize("name", EVERY)
 def test_every_environment_keeps_what_envs_promises(name, capsys):
-    check.main([name])
-    assert len(capsys.readouterr().out.splitlines()) == 6  # the rules
     env = envs.make(name, max_steps=None)
+    assert len(envs.check(env)) == 6  # the rules
+    assert name == "sciworld" or not capsys.readouterr().err  # whose plans use more than its few candidates
     with pytest.raises(UserError, match="step before reset"):
         env.step("look")
     check_env(env.fork(), skip_render_check=True)
@@ -78,25 +77,7 @@ def test_every_environment_keeps_what_envs_promises(name, capsys):
         assert tasks == envs.fair_order(env.split_ids(split), env.task_type) and len(set(tasks)) == len(tasks)
         subjects.append({env.subject(task) for task in tasks})
     assert all(subjects) and sum(map(len, subjects)) == len(set.union(*subjects))
-    for split, options in (("train", {}), ("test", {"split": "test"})):  # without a task: one to train on
-        tasks = env.task_ids(split)
-        drawn = [env.reset(seed=seed, options=options)[1]["task_id"] for seed in (0, 1, 2, 3, 0)]
-        assert set(drawn) <= set(tasks) and drawn[0] == drawn[-1] and len(set(drawn)) > 1
-        assert env.reset(options=options | {"index": 1})[1]["task_id"] == tasks[1]
-    for options, says in REFUSED.items():
-        with pytest.raises(UserError, match=says):
-            env.reset(options=dict(options))
     env.close()
-
-
-REFUSED = {  # options of a reset
-    (("task_id", "nowhere"),): "nowhere",
-    (("split", "nowhere"),): "nowhere",
-    (("session", 7),): "reset takes task_id, or split and index, not session$",
-    (("task_id", "x"), ("split", "test")): "or split and index, not task_id, split",
-    (("index", 10**6),): "no task 1000000 of train, which has",
-    (("index", "first"),): "no task first",
-}
 
 
 @pytest.mark.parametrize(
@@ -167,10 +148,8 @@ class Wrapped(Switches):
 
 
 def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sft.UPDATES", 10)
-    monkeypatch.setitem(sft.TINY, "epochs", 1)
-    monkeypatch.setitem(train_qnet.TINY, "epochs", 1)
-    monkeypatch.setitem(build_trees.DEFAULTS, "limit", 2)
+    for stage, name, value in (("sft", "epochs", 1), ("train_qnet", "epochs", 1), ("build_trees", "limit", 2)):
+        monkeypatch.setitem(presets.TINY["any"][stage], name, value)
     compare.main(["--env", FLAG, "--run", str(tmp_path), "--method", "all", "-M", "2", "--limit", "1"])
     made = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "missing" in line]
     assert len(made) == 4  # QNet, labels, trees, agent
@@ -256,6 +235,77 @@ def test_a_class_that_breaks_a_rule_is_refused_in_one_line(base, change, says):
     assert env.max_steps == base.max_steps
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("pass", "own: every process gives the same"),
+        ("task_ids = lambda self, split: list({*self.split_ids(split)})", "own: train has other tasks in a second pro"),
+        ("valid_actions = lambda self: list({*LAMPS, 'done'})", "other valid_actions in a second process; the rule: "),
+        ("message = lambda self, text: f'{text} {list({*LAMPS})}'", "other observation in a second process"),  # later
+        (
+            "__init__ = lambda self: Switches.__init__(self, 8 // (sys.argv[1:] == [] or sys.argv[0] != '-c'))",
+            "own can't be asked again in a second process: ",
+        ),
+        ("split_ids = lambda self, split: TASKS[:9]", "own: 9 tasks of train are in val too, e.g. 'amber'"),
+        ("split_ids = lambda self, split: TASKS[:9] if split == 'val' else TASKS[9:]", "are in test too"),
+        ("task = agreement = 'Play.'", " of train does (8 in all)"),
+    ],
+)
+def test_a_second_process_and_the_splits_are_compared(body, says, tmp_path, capsys):
+    """`python -m environments.check` of an example with one line of its own."""
+    code = f"import os\nfrom docs.switches import *\nFIRST = {os.getpid()}\nclass Own(Switches):\n    {body}"
+    (tmp_path / f"{tmp_path.name}.py").write_text(code)
+    refused = ""
+    try:
+        check.main([f"{tmp_path.name}:Own"])
+    except UserError as error:
+        refused = str(error)
+    assert says in "".join([*capsys.readouterr(), refused])
+
+
+HALF = "\ud83d"  # of a surrogate pair, which no file holds
+
+
+def crash(*_):
+    raise KeyError("lamp")
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "call", "says"),
+    [
+        ("candidates", crash, lambda env: env.candidates(), "candidates: KeyError"),
+        ("candidates", lambda _: [("", HALF)], lambda env: env.candidates(), r"candidates: half a surrogate in '\\ud"),
+        ("canonical", crash, lambda env: env.canonical("Done"), r"canonical\('Done'\): KeyError"),
+        ("rules", crash, lambda env: env.rules(), "rules: KeyError"),
+        ("rules", lambda _: {"r": crash}, lambda env: env.rules()["r"](), "rule 'r': KeyError"),
+        ("oracle", lambda *_: map(crash, "x"), lambda env: [*env.oracle("red")], "oracle: KeyError"),
+    ],
+)
+def test_whatever_raises_names_the_task(name, method, call, says):
+    env = type("Own", (Switches,), {name: method})()
+    env.reset(options={"task_id": "red"})
+    with pytest.raises(UserError, match=f"own: task red: {says}"):
+        call(env)
+
+
+def test_half_a_surrogate_is_replaced_where_it_enters():
+    change = reset_as(lambda self, text, info: (text + HALF, info | {"task": HALF + "\ude00 " + HALF}))
+    change |= step_as(lambda self, action, text, *more: (HALF + text, *more))
+    env = type("Own", (Switches,), change)()
+    text, info = env.reset()
+    assert text.endswith("off.\ufffd") and info["task"] == "\N{GRINNING FACE} \ufffd"
+    assert env.step("done")[0] == "\ufffdOn: none."
+    envs.check(env)
+
+
+def test_an_expert_that_writes_what_no_candidate_offers_is_told(capsys):
+    envs.check(Switches())
+    assert not capsys.readouterr().err
+    envs.check(type("Own", (Switches,), {"candidates": envs.TextEnv.candidates})())
+    says = "own: task white: the expert writes ('white is off.', 'switch white'), which is not among candidates()"
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", [Board, Wrapped, FakeEnv])
 def test_a_class_with_changing_parts_may_keep_the_rules(kind):
     env = kind()
@@ -282,9 +332,8 @@ class Fragile(Switches):
         return ["red", "white", "blue"]
 
 
-def asked(*options, **more):
-    settings = {"run": None, "env": "test_environments:Maze", "env_option": list(options)}
-    return argparse.Namespace(**settings | more)
+def built(*options, env="test_environments:Maze", in_flight=None, **more):
+    return envs.from_config(Sampling(env=env, env_option=options, in_flight=in_flight), **more)
 
 
 @pytest.mark.parametrize(
@@ -300,24 +349,16 @@ def asked(*options, **more):
 )
 def test_options_that_do_not_fit_are_refused_in_one_line(options, says, tmp_path):
     with pytest.raises(UserError) as refused:
-        envs.from_arguments(asked(*options, run=tmp_path, in_flight=3))
+        built(*options, in_flight=3)
     assert says in str(refused.value) and not list(tmp_path.iterdir())
 
 
-def test_options_arrive_as_their_defaults_are(tmp_path):
-    env = envs.from_arguments(asked("size=2", "level=7", "rate=1", run=tmp_path, in_flight=2), max_steps=8)
+def test_options_arrive_as_their_defaults_are():
+    env = built("size=2", "level=7", "rate=1", in_flight=2, max_steps=8)
     assert (env.size, env.level, env.rate, env.max_steps) == (2, "7", 1, 8)  # which its constructor does not pass on
     for steps, name in itertools.product(["abc", "0", "2.5", "true"], ["frozenlake", FLAG]):
         with pytest.raises(UserError, match=r"max_steps=.*: a number of steps is expected, or null for no limit"):
-            envs.from_arguments(asked(f"max_steps={steps}", env=name, run=tmp_path))
-
-
-def test_a_class_of_ones_own_is_checked_once_and_what_comes_along_is_not(monkeypatch):
-    checked = []
-    monkeypatch.setattr(envs, "check", lambda env: checked.append(env.name))
-    for name in (FLAG, "frozenlake", FLAG):
-        envs.make(name)
-    assert checked == ["switches"]
+            built(f"max_steps={steps}", env=name)
 
 
 def test_a_crash_names_the_task_and_the_action_and_ends_no_other_task(tmp_path, capsys, monkeypatch):
@@ -345,6 +386,6 @@ def test_numbers_of_numpy_become_pythons():
 
 def test_a_player_against_the_rules_in_some_task_is_named():
     idle = type("Own", (Switches,), IDLE)()
-    for play in (sft.demonstrate, lambda *of: compare.follow(*of, compare.Variant("expert"))):
+    for play in (sft.demonstrate, compare.Player("expert").episode):
         with pytest.raises(UserError, match=r"own: (its )?expert does nothing in task red"):
             play(idle, "red")

@@ -1,6 +1,7 @@
 """OpenEnv's own client, several at once, on the real server."""
 
 import importlib
+import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ import envs
 from docs.switches import Switches
 from qlass import UserError
 
+AROUND = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}  # a test stands in a folder of its own
+
 
 @pytest.mark.slow
 def test_clients_play_what_the_environment_plays(tmp_path):
@@ -26,7 +29,7 @@ def test_clients_play_what_the_environment_plays(tmp_path):
         expected.append([(task_id, text, env.instruction)])
         expected[-1] += [(move, *env.step(move)[:3]) for _, move in env.expert(task_id)]
     command = [sys.executable, "-m", "integrations.openenv", "--env", "alfworld", "--run", str(tmp_path / "run")]
-    with served(command, tmp_path / "log", HF_HUB_OFFLINE="1") as url:
+    with served(command, tmp_path / "log", **AROUND) as url:
 
         def episode(index: int) -> list:
             with GenericEnvClient(base_url=url).sync() as client:
@@ -52,7 +55,7 @@ def test_a_tree_grows_by_snapshots_from_another_process(tmp_path, name):
     [example] = re.findall(r"```python\n(from openenv .*?)```", page, re.S)
     command = [sys.executable, "-m", "integrations.openenv", "--env", name, "--run", str(tmp_path / "run")]
     names = {}
-    with served(command, tmp_path / "log", HF_HUB_OFFLINE="1") as url:
+    with served(command, tmp_path / "log", **AROUND) as url:
         exec(example.replace("http://localhost:8000", url), names)
     tree, env = names["tree"], envs.make(name)
     assert len(tree) > 200
@@ -85,13 +88,21 @@ def sessions(monkeypatch):
     return lambda env: door.application(env)
 
 
-def test_a_session_trains_unless_it_asks_for_another_split(sessions):
-    session = sessions(Switches())()
-    for asked, split in ({}, "train"), ({"split": "test"}, "test"), ({"index": 2}, "train"):
+def test_a_session_trains_unless_a_request_asks_for_another_split_and_draws_by_its_seed(sessions):
+    session, other = (sessions(Switches())() for _ in range(2))
+    for asked, split in ({}, "train"), ({"split": "test"}, "test"), ({"index": 2}, "train"), ({}, "train"):
         session.reset(**asked)
         assert session.game.info["task_id"] in Switches().task_ids(split)
     with pytest.raises(UserError, match="not task"):
         session.reset(task="red")
+
+    def drawn(door, **asked):
+        door.reset(**asked)
+        return door.game.info["task_id"]
+
+    for seed in range(20):
+        tasks = [[drawn(door, seed=seed), drawn(door), drawn(door)] for door in (session, other)]
+        assert tasks[0] == tasks[1] and len(set(tasks[0])) > 1
 
 
 def test_a_reset_of_another_request_ends_no_episode(sessions):

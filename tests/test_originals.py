@@ -1,6 +1,7 @@
 """The originals' own classes on our engines: against their recordings, against alfworld itself, and on bundled data."""
 
 import json
+import pickle
 import random
 import re
 import shutil
@@ -16,6 +17,7 @@ import envs
 from data import make_alfworld, make_webshop
 from environments.webshop import catalogue
 from integrations.alfworld import AlfredTWEnv, get_environment
+from integrations.trl import games
 from integrations.webshop import WebAgentTextEnv
 from qlass import UserError
 
@@ -244,3 +246,21 @@ def test_a_session_keeps_its_goal():
         WebAgentTextEnv()  # the original's default
     with pytest.raises(UserError, match="show_attrs=1 is not supported: choose"):
         WebAgentTextEnv("text", show_attrs=1)
+
+
+def test_the_doors_pickle_and_go_on_as_before_and_a_step_needs_a_reset(made):
+    shop, batch = WebAgentTextEnv("text"), AlfredTWEnv(config(made, games=9)).init_env(batch_size=2)
+    with pytest.raises(UserError, match="alfworld: step before reset"):
+        batch.step(["look", "look"])
+    batch.reset()
+    shop.step("search[shirt]")
+    for door, action, reset in (
+        (shop, "click[next >]", {"session": 7}),
+        (batch, ["look", "inventory"], {}),
+        (shop, "x", {}),
+    ):
+        twin = pickle.loads(pickle.dumps(door))
+        assert twin.step(action) == door.step(action) and twin.reset(**reset) == door.reset(**reset)
+    factory = pickle.loads(pickle.dumps(games("alfworld", data=made)))
+    with pytest.raises(ValueError, match="no episode has begun: reset comes first"):
+        factory().act("look")

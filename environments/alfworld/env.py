@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from environments import writable
 from envs import UNSET, TextEnv
 from qlass import UserError
 
-from . import belief, engine, expert, games, textworld
+from . import engine, expert, games, textworld
 from .engine import PUT, PUT_ANSWERS
 
 
@@ -168,13 +167,6 @@ class ALFWorldEnv(TextEnv):
     def restore(self, snapshot: tuple) -> None:
         self._load(snapshot[0])
         _, self.state, self.memory, self.steps, self.feedback = snapshot
-
-    def imagine(self, *key: Hashable) -> ALFWorldEnv:
-        """A fork in which what no page has shown is drawn at random (belief.draw)."""
-        other, rng = self.fork(), random.Random(repr(key))
-        other.game, other.state = belief.draw(self.game, self.world(), self.memory, rng)
-        other.player = other.game
-        return other
 
     def world(self) -> engine.World:
         """The complete state."""

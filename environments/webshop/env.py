@@ -13,7 +13,7 @@ from environments import writable
 from envs import UNSET, TextEnv
 from qlass import UserError
 
-from . import catalogue, engine, expert, paraphrase
+from . import catalogue, engine, expert
 
 
 class WebShopEnv(TextEnv):
@@ -148,9 +148,6 @@ class WebShopEnv(TextEnv):
         if self.session.page == "start":
             return [("search for it", f"search[{query}]") for query in self.shop.queries(self.index)]
         return list(self.shop.page(self.session).candidates)
-
-    def paraphrase(self, task: str, index: int) -> str:
-        return paraphrase.paraphrase(task, index)
 
     def snapshot(self) -> tuple[int, engine.Session, int]:
         return self.index, self.session, self.steps

@@ -1,0 +1,56 @@
+"""What an environment may offer beyond what the stages of the pipeline rely on: `envs.TextEnv` derives from `Hooks`.
+
+Experiments, tables, published files and the display of an episode ask for it. Each hook has a default, so that a class
+of your own names only those that it can serve.
+"""
+
+from collections.abc import Callable, Iterator
+
+from qlass import UserError
+
+
+class Hooks:
+    """The defaults. The caller of a player (an iterator of (thought, action)) steps the environment between two."""
+
+    omniscient = False  # the expert knows what no page has shown: tables call it an oracle
+    unique_tasks = False  # the instruction alone says which task it is
+
+    @staticmethod
+    def default_options() -> dict[str, str]:
+        """Options that surroundings such as shell variables set, unless they are named."""
+        return {}
+
+    def subject(self, task_id: str) -> str:
+        """What a task is about: an agent that learned one task of a subject knows the others."""
+        return task_id
+
+    def block(self, task_id: str) -> str:
+        """Tasks of one block vary together: intervals count blocks, by default subjects."""
+        return self.subject(task_id)
+
+    def picture(self, observation: str) -> str:
+        """What `--show` draws below an observation."""
+        return ""
+
+    def published_id(self, record: dict) -> str | None:
+        """Our id of the task of a record of ETO's files; None: only its words tell the task."""
+        return None
+
+    def in_own_words(self, text: str) -> str:
+        """A message of a published demonstration in the words of this environment."""
+        return text
+
+    def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
+        """The best player there is. It may know what no page has shown."""
+        return self.expert(task_id)
+
+    def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
+        """Players that learn nothing, by name: what a trained agent has to beat."""
+        return {}
+
+    def optimal_value(self, gamma: float = 0.99) -> float:
+        """The best discounted outcome still in reach."""
+        raise UserError(f"{self.name}: has no oracle for the value of a state")
+
+    def reseed(self, seed: int) -> None:
+        """Use other random numbers from here on. A restored state brings its own."""
