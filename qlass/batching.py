@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from qlass import Refused
 from qlass.chat import Rendering
 from qlass.messages import State, react
 
@@ -69,6 +70,13 @@ def ask(
 Models = dict[type, Callable[[list], list]]  # what answers a list of requests, by their type
 
 
+def refusal_in(answer: Any) -> Refused | None:
+    """The first Refused in an answer, or in a list of answers."""
+    if isinstance(answer, list):
+        return next(filter(None, map(refusal_in, answer)), None)
+    return answer if isinstance(answer, Refused) else None
+
+
 def drive(
     generators: Iterable[Generator[Any, Any, T]], models: Models, width: int = 64
 ) -> Iterator[T]:
@@ -76,6 +84,7 @@ def drive(
 
     A generator yields a request, or a list of requests of one type, whose answers it gets as a
     list. Requests of one type from all generators are answered in one call of `models[type]`.
+    A Refused in the answer is raised in the generator that asked.
     An error of a generator is raised when what has finished by then is yielded: it is not lost.
     """
     waiting = collections.defaultdict(list)  # by type: a generator and its request, or list of them
@@ -85,7 +94,8 @@ def drive(
 
     def advance(generator: Generator[Any, Any, T], answer: Any) -> None:
         try:
-            requests = generator.send(answer)
+            refused = refusal_in(answer)
+            requests = generator.throw(refused) if refused else generator.send(answer)
             kind = type(requests[0] if isinstance(requests, list) else requests)
             waiting[kind].append((generator, requests))
         except StopIteration as stop:

@@ -1,18 +1,20 @@
 """An OpenAI-compatible server, such as vLLM or SGLang: `--server URL[#MODEL]`, and `--qnet`.
 
 The weights are there; the agent's checkpoint folder named beside it gives tokenizer and rendering.
-Each text has a seed of (run seed, task, node, candidate): a server gives the same answers again.
+A `ChatPolicy` needs no folder, as the server renders its messages. Each text has a seed of
+(run seed, task, node, candidate): a server gives the same answers again.
 """
 
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from multiprocessing.pool import ThreadPool
 from threading import Lock
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
@@ -39,72 +41,105 @@ class Server:
         import openai
 
         address, _, self.model = url.partition("#")
-        address = address if "://" in address else f"http://{address}"
-        self.name, self.errors, self.first_retry = f"{flag} {address}", openai.OpenAIError, Lock()
+        if "://" not in address:
+            address = f"http://{address}"
+        self.name = f"{flag} {address}"
+        self.errors = openai.OpenAIError
+        self.first_retry = Lock()
         local = urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")  # without a proxy
-        http = openai.DefaultHttpxClient(trust_env=not local, event_hooks={"request": [self._warn]})
-        key = os.environ.get("OPENAI_API_KEY") or "none"
-        options: dict = {"max_retries": TRIES, "timeout": openai.Timeout(600.0, connect=5.0)}
-        self.client = openai.OpenAI(base_url=address, api_key=key, http_client=http, **options)
-        if not self.model:  # a base model may be listed before the adapter that is meant
-            names = self.ask("/models", lambda reply: [str(m["id"]) for m in reply["data"] or []])
-            if len(names) != 1:
-                several = ", ".join(names[:9]) or "no model"
-                raise UserError(f"{self.name}: serves {several}: name one, URL#MODEL")
-            self.model = names[0]
+        self.client = openai.OpenAI(
+            base_url=address,
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",
+            max_retries=TRIES,
+            timeout=openai.Timeout(600.0, connect=5.0),
+            http_client=openai.DefaultHttpxClient(
+                trust_env=not local, event_hooks={"request": [self._warn]}
+            ),
+        )
+        self.model = self.model or self._only_model()
 
     def _warn(self, request: Any) -> None:
         retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         if retry and self.first_retry.acquire(blocking=False):
             print(f"warning: {self.name} is busy or away; retried for 10 minutes", file=sys.stderr)
 
-    def ask(self, path: str, read: Callable, body: dict | None = None) -> Any:
+    def _only_model(self) -> str:
+        """UserError if there are several: a base may be listed before the adapter that is meant."""
+        names = self.ask("/models", lambda reply: [str(m["id"]) for m in reply["data"] or []])
+        if len(names) != 1:
+            several = ", ".join(names[:9]) or "no model"
+            raise UserError(f"{self.name}: serves {several}: name one, URL#MODEL")
+        return names[0]
+
+    def ask(self, path: str, read: Callable[[dict], Any], body: dict | None = None) -> Any:
         """What `read` finds in the reply; UserError if no number may come from it."""
-        text, method = "", partial(self.client.post, body=body) if body else self.client.get
+        text = ""
         try:
-            text = method(path, cast_to=str)
+            if body is None:
+                text = self.client.get(path, cast_to=str)
+            else:
+                text = self.client.post(path, body=body, cast_to=str)
             return read(parse_json(text.encode(), "its reply"))
         except (UserError, self.errors) as error:
-            lost = not text and getattr(error, "status_code", 404) == 404
-            problem = f"{error}; is it a server's URL, with /v1?" if lost else str(error)
+            problem = str(error)
+            if not text and getattr(error, "status_code", 404) == 404:
+                problem += "; is it a server's URL, with /v1?"
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             problem = f"answers {text}"
-        raise UserError(f"{self.name}: {' '.join(problem.split())[:300]}")
+        problem = " ".join(problem.split())[:300]
+        raise UserError(f"{self.name}: {problem}")
 
-    def complete(self, options: dict) -> Reply:
+    def complete(self, options: dict[str, Any]) -> Reply:
+        """A completion of a prompt of token ids."""
         body = {"model": self.model} | options
-        return self.ask("/completions", partial(self._read, body, len(body["prompt"])), body)
+
+        def read(reply: dict) -> Reply:
+            choice = reply["choices"][0]
+            usage = self.usage_of(reply, len(body["prompt"]))
+            answer = reply_of(choice, choice["text"], usage)
+            tokens, room = usage["completion_tokens"], body["max_tokens"]
+            if answer.cut and room > 1 and (not answer.text or 0 < tokens < room):
+                advice = "it needs a longer context"
+                raise UserError(f"has room for {tokens} of {room} tokens: {advice}")
+            return answer
+
+        return self.ask("/completions", read, body)
 
     def chat(self, messages: Sequence[tuple[str, str]], **options: Any) -> Reply:
         """A chat completion; messages are (role, content)."""
-        # A token has 3 to 6 letters.
-        least = sum(len(word) + 1 for _, text in messages for word in text.split()) // 8
         body = {"model": self.model, "messages": State(tuple(messages)).dump()} | options
-        return self.ask("/chat/completions", partial(self._read, body, least), body)
+        letters = sum(len(word) + 1 for _, text in messages for word in text.split())
 
-    def _read(self, body: dict, least: int, reply: dict) -> Reply:
-        """The reply to a prompt of `least` tokens; of messages: or more."""
-        choice, chat = reply["choices"][0], "messages" in body
-        text = content_of(choice["message"]) if chat else choice["text"]
-        end, usage = choice.get("finish_reason"), self.usage_of(reply, least, chat)
-        if end not in ENDS or not isinstance(text, str):
-            raise UserError(f"gives up a reply: {choice}")
-        tokens, room = usage["completion_tokens"], 0 if chat else body["max_tokens"]
-        if end == "length" and room > 1 and (not text or 0 < tokens < room):
-            raise UserError(f"has room for {tokens} of {room} tokens: it needs a longer context")
-        return Reply(text, end == "length", usage, choice)
+        def read(reply: dict) -> Reply:
+            choice = reply["choices"][0]
+            usage = self.usage_of(reply, letters // 8, more=True)  # a token has 3 to 6 letters
+            return reply_of(choice, content_of(choice["message"]), usage)
+
+        return self.ask("/chat/completions", read, body)
 
     def usage_of(self, reply: dict, least: int, more: bool = False) -> dict[str, Any]:
         """As of a Reply, if the model that is meant has read `least` tokens, or `more`."""
-        usage, model = dict(reply.get("usage") or {}), str(reply.get("model") or self.model)
-        length, tokens = (int(usage.get(f"{n}_tokens") or 0) for n in ("prompt", "completion"))
+        usage = dict(reply.get("usage") or {})
+        length = int(usage.get("prompt_tokens") or 0)
         if 0 < length < least:  # some servers count apart what they have cached
-            length += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            details = usage.get("prompt_tokens_details") or {}
+            length += details.get("cached_tokens") or 0
+        model = str(reply.get("model") or self.model)
         if not same_model(self.model, model):
             raise UserError(f"answers by {model}, not by {self.model}: name it as the server does")
         if 0 < length < least or (length > least and not more):
             raise UserError(f"reads {length} tokens of {least}: a short context or another model?")
-        return usage | {"prompt_tokens": length, "completion_tokens": tokens}
+        usage["prompt_tokens"] = length
+        usage["completion_tokens"] = int(usage.get("completion_tokens") or 0)
+        return usage
+
+
+def reply_of(choice: dict, text: Any, usage: dict[str, Any]) -> Reply:
+    """UserError if the server gave up its reply."""
+    end = choice.get("finish_reason")
+    if end not in ENDS or not isinstance(text, str):
+        raise UserError(f"gives up a reply: {choice}")
+    return Reply(text, end == "length", usage, choice)
 
 
 def content_of(message: dict) -> str | None:
@@ -119,7 +154,7 @@ def content_of(message: dict) -> str | None:
 def same_model(name: str, reply: str) -> bool:
     """Does a reply name this model? Its date, the default revision or folders may be added."""
     bare = re.sub(r"(-\d{4}-?\d\d-?\d\d|@main|:latest)$", "", reply)
-    pairs = (name, reply), (reply, name), (name, bare), (bare, name)
+    pairs = [(name, reply), (reply, name), (name, bare), (bare, name)]
     return any(f"/{long}".endswith(f"/{short}") for long, short in pairs)
 
 
@@ -136,13 +171,21 @@ class ServerPolicy:
         if chat.rendering.candidates == "valid":
             problem = "the checkpoint chooses by probabilities, which no server tells"
             raise UserError(f"--server: {problem}; leave it out, or train with --candidates free")
-        self.chat, self.seed, self.parallel, self.server = chat, seed, parallel, Server(url)
+        self.chat = chat
+        self.seed = seed
+        self.parallel = parallel
+        self.server = Server(url)
         self.computed = 0  # tokens read and written, as the server counts them
         others = [chat.tokenizer.decode([t]) for t in sorted(chat.stop_ids - {chat.stop_id})]
         self.ends = [text.strip() for text in (chat.stop, *others)]
+        self._check_seeds()
+
+    def _check_seeds(self) -> None:
+        """Warn of a server that ignores them, by a question whose answers should differ."""
         body = self._body(State((("user", "a"),)), 2.0)  # here the surest agent's texts differ
         body |= {"max_tokens": 8, "top_p": 1, "top_k": ALL}
-        if len({self.server.complete(body | {"seed": k}).text for k in range(4)}) == 1:
+        texts = {self.server.complete(body | {"seed": seed}).text for seed in range(4)}
+        if len(texts) == 1:
             print(f"warning: {self.server.name} ignores seeds: texts are equal", file=sys.stderr)
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
@@ -150,19 +193,29 @@ class ServerPolicy:
         jobs = []
         for r in requests:
             body = self._body(r.state, r.temperature)
-            noise = [uniforms(1, self.seed, *r.key, k)[0] for k in range(r.n)]
-            jobs += [body | {"seed": int(u * 2**31)} for u in noise]
-        drawn = map(self._candidate, side_by_side(self.server.complete, jobs, self.parallel))
+            for k in range(r.n):
+                u = uniforms(1, self.seed, *r.key, k)[0]
+                jobs.append(body | {"seed": int(u * 2**31)})
+        replies = side_by_side(self.server.complete, jobs, self.parallel)
+        drawn = map(self._candidate, replies)
         return [[next(drawn) for _ in range(r.n)] for r in requests]
 
     def _body(self, state: State, temperature: float) -> dict[str, Any]:
         """A request of an action; each setting, else a default of the server's would act."""
-        r = self.chat.rendering
-        stop = [*self.ends, *r.stop][:4]  # a server takes no more; `action_in` has the others
-        body = {"prompt": self.chat.prompt(state), "max_tokens": r.max_new_tokens}
-        body |= {"stop": stop, "stop_token_ids": sorted(self.chat.stop_ids)}
-        body |= {"temperature": temperature, "top_p": r.top_p, "top_k": r.top_k or ALL}
-        return body | {"min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
+        rendering = self.chat.rendering
+        stop = [*self.ends, *rendering.stop]
+        return {
+            "prompt": self.chat.prompt(state),
+            "max_tokens": rendering.max_new_tokens,
+            "stop": stop[:4],  # a server takes no more; `action_in` has the others
+            "stop_token_ids": sorted(self.chat.stop_ids),
+            "temperature": temperature,
+            "top_p": rendering.top_p,
+            "top_k": rendering.top_k or ALL,
+            "min_p": 0,
+            "repetition_penalty": 1,
+            "repeat_penalty": 1,
+        }
 
     def _candidate(self, reply: Reply) -> Candidate:
         text = any_of(self.ends).split(reply.text)[0]
@@ -175,15 +228,62 @@ class ServerPolicy:
         jobs = []
         for r in requests:
             prompt = self.chat.prompt(r.state)
-            jobs += [(prompt, self.chat.action(a, r.state.task, len(prompt))) for a in r.actions]
-        self.computed += sum(len(prompt) + len(ids) for prompt, ids in jobs)
+            for action in r.actions:
+                ids = self.chat.action(action, r.state.task, len(prompt))
+                jobs.append((prompt, ids))
+                self.computed += len(prompt) + len(ids)
         sums = iter(side_by_side(self._logprob, jobs, self.parallel))
         return [[next(sums) for _ in r.actions] for r in requests]
 
     def _logprob(self, job: tuple[list[int], list[int]]) -> float:
-        (prompt, ids), settings = job, {"max_tokens": 1, "prompt_logprobs": 0}
-        choice = self.server.complete({"prompt": prompt + ids} | settings).choice
-        entries = (choice.get("prompt_logprobs") or [])[len(prompt) :]
-        if len(entries) != len(ids):
+        """log p of a text's tokens behind those of a prompt."""
+        prompt, ids = job
+        body = {"prompt": prompt + ids, "max_tokens": 1, "prompt_logprobs": 0}
+        entries = self.server.complete(body).choice.get("prompt_logprobs") or []
+        if len(entries) != len(prompt) + len(ids):
             raise UserError(f"{self.server.name} tells no log-probabilities: no --method likeliest")
-        return sum(entry[str(token)]["logprob"] for entry, token in zip(entries, ids, strict=True))
+        total = 0.0
+        for token, entry in zip(ids, entries[len(prompt) :], strict=True):
+            total += entry[str(token)]["logprob"]
+        return total
+
+
+class ChatPolicy:
+    """A chat model behind a server, which renders the messages: it answers what a `Policy` does."""
+
+    def __init__(self, url: str, flag: str, max_tokens: int, seed: int = 0, parallel: int = 16):
+        self.server = Server(url, flag)
+        self.max_tokens, self.seed, self.parallel = max_tokens, seed, parallel
+
+    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
+        """Free text, whatever a request has as valid."""
+
+        def reply(job: tuple[Sample, int]) -> Candidate:
+            request, k = job
+            seed = int(uniforms(1, self.seed, *request.key, k)[0] * 2**31)
+            options = {"temperature": request.temperature, "seed": seed}
+            options["max_tokens"] = self.max_tokens
+            answer = self.server.chat(request.state.messages, **options)
+            return Candidate(answer.text, answer.usage["completion_tokens"], float("nan"))
+
+        jobs = [(request, k) for request in requests for k in range(request.n)]
+        replies = iter(side_by_side(reply, jobs, self.parallel))
+        return [[next(replies) for _ in range(request.n)] for request in requests]
+
+    def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
+        """log p of each valid text as the reply's first token, (A,); -inf where it is not among the
+        20 likeliest. UserError if the server tells no log-probabilities."""
+        return side_by_side(self._first_token, requests, self.parallel)
+
+    def _first_token(self, request: Sample) -> np.ndarray:
+        options = {"temperature": 1, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+        choice = self.server.chat(request.state.messages, **options).choice
+        tokens = (choice.get("logprobs") or {}).get("content")
+        if not tokens:
+            raise UserError(f"{self.server.name} tells no log-probabilities of a reply")
+        logprobs = dict.fromkeys(request.valid, -np.inf)
+        for token in tokens[0]["top_logprobs"]:  # of "A" and " A" the likelier one
+            text = token["token"].strip()
+            if text in logprobs:
+                logprobs[text] = max(logprobs[text], token["logprob"])
+        return np.array(list(logprobs.values()))

@@ -4,77 +4,97 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import OrderedDict
+import itertools
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, batches, tree_inputs
 from qlass.messages import State
 
-Forward = Callable[[dict, torch.Tensor], Any]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
+Tokens = list[int]
+Places = list[int]  # of tokens, in a tree or among a model's outputs
 Pair = tuple[State, str]  # (s, a)
-Lists = Sequence[Sequence[Sequence[int]]]  # of each state lists of tokens: its messages', or those of its tails
-# (index of a state, its row's outputs, where among them the prompt's last token is, and where each tail's tokens are)
-Reading = tuple[int, Any, int, list[list[int]]]
+Forward = Callable[[dict, Tensor], Any]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
 
 
-@dataclasses.dataclass
-class Turn:
+class Question(NamedTuple):
+    messages: list[Tokens]  # a prompt: user and assistant in turns, the user first and last
+    tails: list[Tokens]  # what may follow it, such as actions, each by itself
+
+
+class Reading(NamedTuple):
+    number: int  # of the question
+    outputs: Any  # (columns, ...)
+    paths: list[Places]  # outputs[paths[a][t]] is of the token before tail a's t-th; the last one of its last token
+
+
+class Turn(NamedTuple):
     """An action and its observation, or the messages before the first action: the unit of the cache."""
 
     name: bytes  # of the prefix that ends with it
-    parent: bytes
-    start: int
-    end: int
+    parent: bytes  # of the prefix before it
+    ids: Tokens
 
 
 @dataclasses.dataclass
 class Prompt:
     """A prompt's tokens; keys and values of its first `cached` ones are in `past`, its last turn is always fresh."""
 
-    ids: list[int]
+    ids: Tokens
     turns: list[Turn]
-    past: list[torch.Tensor]  # of the cached turns: (tokens, features of all layers) each
+    past: list[Tensor]  # of the cached turns: (tokens, features of all layers) each
 
     @property
     def cached(self) -> int:
         return sum(map(len, self.past))
 
     @property
-    def fresh(self) -> list[int]:
-        return self.ids[self.cached :]
-
-    @property
     def family(self) -> tuple[int, bytes]:
-        """Prompts of one family have the same cached tokens, and can stand in one token tree."""
-        return len(self.past), self.turns[len(self.past)].parent or self.turns[0].name
+        """Prompts of one family have the same cached turns or, without any, the same first turn."""
+        known = len(self.past)
+        return known, self.turns[max(known - 1, 0)].name
 
 
-@dataclasses.dataclass
 class Row:
     """Prompts of one family and what follows them, as one token tree behind their cached tokens."""
 
-    past: list[torch.Tensor]
-    cached: int
-    tree: TokenTree = dataclasses.field(default_factory=TokenTree)
-    turns: dict[bytes, tuple[bytes, list[int]]] = dataclasses.field(default_factory=dict)  # name: (parent, its tokens)
-    read: list[tuple[int, int, list[list[int]]]] = dataclasses.field(default_factory=list)  # (index, last, tails)
+    def __init__(self, prompt: Prompt) -> None:
+        self.past = prompt.past
+        self.cached = prompt.cached
+        self.tree = TokenTree()
+        self.turns: dict[bytes, tuple[Turn, Places]] = {}  # by name: where in the tree its tokens are
+        self.paths: dict[int, list[Places]] = {}  # by the number of a question: as in its Reading, but in the tree
 
-    def add(self, prompt: Prompt, index: int = 0, tails: Sequence[Sequence[int]] = ()) -> None:
-        path = self.tree.add(prompt.fresh)
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def column(self, token: int) -> int:
+        """Where a token of the tree is in a batch, in which all trees end at the last column, -1."""
+        return token - len(self)
+
+    def size_with(self, prompt: Prompt, tails: Sequence[Tokens]) -> int:
+        """How many tokens the tree would have at most."""
+        return len(self) + self.tree.growth(prompt.ids[self.cached :]) + sum(map(len, tails))
+
+    def add(self, prompt: Prompt, number: int, tails: Sequence[Tokens]) -> None:
+        last = -1
         for turn in prompt.turns[len(self.past) :]:
-            self.turns[turn.name] = (turn.parent, path[turn.start - self.cached : turn.end - self.cached])
-        self.read.append((index, path[-1], [self.tree.add(ids, path[-1]) for ids in tails]))
+            path = self.tree.add(turn.ids, last)
+            self.turns[turn.name] = (turn, path)
+            last = path[-1]
+        self.paths[number] = [[last, *self.tree.add(ids, last)] for ids in tails]
 
 
 @dataclasses.dataclass
 class Entry:
-    tensor: torch.Tensor  # keys and values of one turn: (tokens, features of all layers)
+    tensor: Tensor  # keys and values of one turn: (tokens, features of all layers)
     parent: bytes
     last_used: int = 0  # round
 
@@ -93,81 +113,64 @@ class PromptCache:
     LIKE = 0.75  # of the longest row of a pass, the shortest has this share
 
     def __init__(self, room: int = 1 << 30) -> None:
-        self.room, self.used = room, 0  # bytes
+        self.room = room  # bytes
+        self.used = 0
         self.round = 0
         self.computed = 0  # tokens that the model has read, padding aside
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._shapes: list[tuple[int, int]] = []  # (heads, head dim) of each layer's keys and values, in turns
 
-    def prompt(self, message_tokens: Sequence[Sequence[int]]) -> Prompt:
-        """The prompt of a state, from the tokens of each of its messages (user and assistant in turns)."""
-        prompt, start, name = Prompt([], [], []), 0, b""
-        for i, tokens in enumerate(message_tokens):
-            prompt.ids += tokens
-            if (len(message_tokens) - i) % 2:  # a user's message: here a turn ends
-                content = np.array(prompt.ids[start:], np.int64).tobytes()
-                parent, name = name, hashlib.blake2b(name + content, digest_size=16).digest()
-                unbroken = len(prompt.past) == len(prompt.turns)
-                prompt.turns.append(Turn(name, parent, start, len(prompt.ids)))
-                if unbroken and i < len(message_tokens) - 1 and name in self._entries:
-                    prompt.past.append(self._entries[name].tensor)
-                start = len(prompt.ids)
-        if prompt.past:
-            self._touch(prompt.turns[len(prompt.past) - 1].name)
-        return prompt
+    def prompt(self, messages: list[Tokens]) -> Prompt:
+        """The prompt of a state, from the tokens of its messages."""
+        later = [action + answer for action, answer in zip(messages[1::2], messages[2::2], strict=True)]
+        turns: list[Turn] = []
+        parent = b""
+        for ids in [messages[0], *later]:
+            content = np.array(ids, np.int64).tobytes()
+            name = hashlib.blake2b(parent + content, digest_size=16).digest()
+            turns.append(Turn(name, parent, ids))
+            parent = name
+        known = [turn.name for turn in turns[:-1] if turn.name in self._entries]
+        if known:
+            self._touch(known[-1])
+        past = [self._entries[name].tensor for name in known]
+        return Prompt(list(itertools.chain(*messages)), turns, past)
 
     def _touch(self, name: bytes) -> None:
         """An entry has been used, and with it those that it continues."""
         while name:
+            entry = self._entries[name]
+            entry.last_used = self.round
             self._entries.move_to_end(name)
-            self._entries[name].last_used = self.round
-            name = self._entries[name].parent
-
-    def rows(self, prompts: Sequence[Prompt], tails: Lists) -> tuple[list[Row], list[int]]:
-        """Prompts in as few rows as their families allow, a row each; the indices of those that found no room."""
-        families: dict[tuple[int, bytes], list[int]] = {}
-        for i, prompt in enumerate(prompts):
-            families.setdefault(prompt.family, []).append(i)
-        rows, later = [], []
-        for members in families.values():
-            members.sort(key=lambda i: prompts[i].ids)  # depth first
-            row = Row(prompts[members[0]].past, prompts[members[0]].cached)
-            for i in members:
-                if row.read and len(row.tree) + row.tree.growth(prompts[i].fresh) + sum(map(len, tails[i])) > self.ROW:
-                    later.append(i)
-                else:
-                    row.add(prompts[i], i, tails[i])
-            rows.append(row)
-        return rows, later
+            name = entry.parent
 
     def batch(self, rows: Sequence[Row]) -> DynamicCache:
         """A batch's cache with what is known of each row, aligned on the right."""
-        width = max(r.cached for r in rows)
+        width = max(row.cached for row in rows)
         if not width:
             return DynamicCache()
-        like = next(r.past[0] for r in rows if r.past)
+        like = next(row.past[0] for row in rows if row.past)
         joined = like.new_zeros(len(rows), width, like.shape[-1])
-        for row, r in enumerate(rows):
-            if r.past:
-                torch.cat(r.past, out=joined[row, width - r.cached :])
+        for row, columns in zip(rows, joined, strict=True):
+            if row.past:
+                torch.cat(row.past, out=columns[width - row.cached :])
         parts = joined.split([heads * dim for heads, dim in self._shapes], -1)
-        parts = [part.unflatten(-1, s).transpose(1, 2) for part, s in zip(parts, self._shapes, strict=True)]
-        return DynamicCache(list(zip(parts[::2], parts[1::2], strict=True)))
+        tensors = [part.unflatten(-1, shape).transpose(1, 2) for part, shape in zip(parts, self._shapes, strict=True)]
+        return DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))
 
-    def remember(self, row: Row, cache: DynamicCache, at: int, first: int) -> None:
-        """Keep the keys and values that a pass left for the turns of batch row `at`, whose tree begins at `first`."""
-        layers = [tensor[at] for k, v, _ in cache for tensor in (k, v)]  # (heads, tokens, head dim) each
-        self._shapes = [(t.shape[0], t.shape[2]) for t in layers]
-        size = sum(heads * dim for heads, dim in self._shapes) * layers[0].element_size()
-        for name, (parent, tokens) in row.turns.items():  # parents first
-            if name in self._entries or (parent and parent not in self._entries):
-                continue
-            if self._make_room(size * len(tokens)):
-                columns = torch.tensor(tokens, device=layers[0].device) + first
+    def remember(self, row: Row, layers: list[Tensor]) -> None:
+        """Keep the keys and values of a row's turns; layers: (heads, tokens, head dim) each, the row's tree last."""
+        self._shapes = [(tensor.shape[0], tensor.shape[2]) for tensor in layers]
+        size = sum(tensor[:, 0].nbytes for tensor in layers)  # of a token
+        for turn, path in row.turns.values():  # parents first
+            known = turn.name in self._entries
+            orphan = turn.parent and turn.parent not in self._entries
+            if not known and not orphan and self._make_room(size * len(path)):
+                columns = torch.tensor([row.column(token) for token in path], device=layers[0].device)
                 tensor = torch.cat([t[:, columns].transpose(0, 1).flatten(1) for t in layers], -1)
-                self._entries[name] = Entry(tensor, parent)
+                self._entries[turn.name] = Entry(tensor, turn.parent)
                 self.used += tensor.nbytes
-                self._touch(name)
+                self._touch(turn.name)
 
     def _make_room(self, size: int) -> bool:
         """Forget the oldest until `size` bytes fit, unless the last rounds used it."""
@@ -178,72 +181,102 @@ class PromptCache:
             self.used -= self._entries.pop(oldest).tensor.nbytes
         return True
 
-    def read(self, forward: Forward, model: Any, budget: int, states: Lists, tails: Lists) -> Iterator[Reading]:
-        """Put each state's tails (candidate actions) through the model behind the state's prompt, every token once.
+    def read(self, forward: Forward, model: Any, budget: int, questions: Sequence[Question]) -> Iterator[Reading]:
+        """Put each question's tails through the model behind its prompt, every token once. Readings come in any order.
 
-        Yields a reading of each, in any order.
+        What a large family did not fit in is read behind what its first row left in the cache.
         """
-        waiting = list(range(len(states)))
         self.round += 1
-        while waiting:  # what a large family did not fit in is read behind what the first rows left in the cache
-            prompts = [self.prompt(states[i]) for i in waiting]
-            rows, later = self.rows(prompts, [tails[i] for i in waiting])
+        waiting = list(range(len(questions)))
+        while waiting:
+            rows, waiting = self.rows(questions, waiting)
             # First reads are long and later ones short: side by side, half of what the model computes would be padding.
-            for group in batches(rows, lambda r: len(r.tree), budget, before=lambda r: r.cached, like=self.LIKE):
-                members = [rows[g] for g in group]
-                cache = self.batch(members)
-                before = max(row.cached for row in members)
-                width = max(len(row.tree) for row in members)
-                pads = [width - len(row.tree) for row in members]
-                needed: set[int] = set()
-                for row, pad in zip(members, pads, strict=True):
-                    for _, last, paths in row.read:
-                        needed.update(pad + token for path in ([last], *paths) for token in path)
-                column = {c: i for i, c in enumerate(sorted(needed))}
-                inputs = tree_inputs(model, [row.tree for row in members], [row.cached for row in members])
-                columns = torch.tensor(list(column), device=model.device)
-                outputs = forward({**inputs, "past_key_values": cache, "use_cache": True}, columns)
-                self.computed += sum(len(row.tree) for row in members)
-                for at, (row, pad) in enumerate(zip(members, pads, strict=True)):
-                    self.remember(row, cache, at, before + pad)
-                    for i, last, paths in row.read:
-                        places = [[column[pad + token] for token in path] for path in paths]
-                        yield waiting[i], outputs[at], column[pad + last], places
-            waiting = [waiting[i] for i in later]
+            for group in batches(rows, len, budget, before=lambda row: row.cached, like=self.LIKE):
+                yield from self._read(forward, model, [rows[i] for i in group])
+
+    def rows(self, questions: Sequence[Question], numbers: Sequence[int]) -> tuple[list[Row], list[int]]:
+        """A row for each family of these questions; the numbers of those that found no room in it."""
+        prompts = {n: self.prompt(questions[n].messages) for n in numbers}
+        families = defaultdict(list)
+        for n, prompt in prompts.items():
+            families[prompt.family].append(n)
+        rows: list[Row] = []
+        later: list[int] = []
+        for members in families.values():
+            members.sort(key=lambda n: prompts[n].ids)  # depth first
+            row = Row(prompts[members[0]])
+            for n in members:
+                tails = questions[n].tails
+                if row.paths and row.size_with(prompts[n], tails) > self.ROW:
+                    later.append(n)
+                else:
+                    row.add(prompts[n], n, tails)
+            rows.append(row)
+        return rows, later
+
+    def _read(self, forward: Forward, model: Any, rows: Sequence[Row]) -> Iterator[Reading]:
+        """One pass of the model, and what it gives for the questions of its rows."""
+        needed: set[int] = set()
+        for row in rows:
+            for path in itertools.chain(*row.paths.values()):
+                needed.update(map(row.column, path))
+        columns = sorted(needed)
+        outputs, _ = self.run(forward, model, rows, columns)
+        place = {column: i for i, column in enumerate(columns)}
+        for row, out in zip(rows, outputs, strict=True):
+            for number, paths in row.paths.items():
+                yield Reading(number, out, [[place[row.column(token)] for token in path] for path in paths])
+
+    def run(self, forward: Forward, model: Any, rows: Sequence[Row], columns: Places) -> tuple[Any, DynamicCache]:
+        """Read rows in one pass, and keep what is new. Returns outputs (B, len(columns), ...) and the batch's cache."""
+        cache = self.batch(rows)
+        inputs = tree_inputs(model, [row.tree for row in rows], [row.cached for row in rows])
+        inputs.update(past_key_values=cache, use_cache=True)
+        outputs = forward(inputs, torch.tensor(columns, device=model.device))
+        self.computed += sum(map(len, rows))
+        for i, row in enumerate(rows):
+            self.remember(row, [tensor[i] for keys, values, _ in cache for tensor in (keys, values)])
+        return outputs, cache
 
 
-def tokens_of(chat: Chat, state: State, actions: Iterable[str]) -> tuple[list[list[int]], list[list[int]]]:
-    """A state's messages as tokens, and actions in it."""
-    prompt = chat.prompt_tokens(state)
-    length = sum(map(len, prompt))
-    return prompt, [chat.action(text, state.task, length) for text in actions]
+def question_of(chat: Chat, state: State, actions: Iterable[str]) -> Question:
+    """The tokens of a state's messages, and of actions in it."""
+    messages = chat.prompt_tokens(state)
+    length = sum(map(len, messages))
+    return Question(messages, [chat.action(text, state.task, length) for text in actions])
 
 
 def unread(chat: Chat, pairs: Iterable[Pair], memory: Mapping[Pair, float], read: Callable) -> Iterator[tuple]:
-    """Read the (s, a) that `memory` lacks: each, a's tokens, outputs, and there the places of s's last and of a's."""
+    """Read the (s, a) that `memory` lacks: each, a's n tokens, and outputs (n + 1, ...) of s's last and of these."""
     fresh: dict[State, dict[str, None]] = {}
     for state, action in pairs:
         if (state, action) not in memory:
             fresh.setdefault(state, {})[action] = None
-    states, tokens = list(fresh), [tokens_of(chat, *state) for state in fresh.items()]
-    for n, out, last, paths in read([prompt for prompt, _ in tokens], [tails for _, tails in tokens]):
-        for action, ids, path in zip(fresh[states[n]], tokens[n][1], paths, strict=True):
-            yield (states[n], action), ids, out, [last, *path]
+    states = list(fresh)
+    questions = [question_of(chat, state, fresh[state]) for state in states]
+    for number, outputs, paths in read(questions):
+        state = states[number]
+        for action, ids, path in zip(fresh[state], questions[number].tails, paths, strict=True):
+            yield (state, action), ids, outputs[path]
 
 
 def room_for(model: Any, gigabytes: float | None = None) -> int:
     """Bytes of a cache for this model; by default a quarter of what is free on a GPU, elsewhere 2 GiB."""
     if gigabytes is not None:
         return int(gigabytes * (1 << 30))
-    return torch.cuda.mem_get_info(model.device)[0] // 4 if model.device.type == "cuda" else 2 << 30
+    if model.device.type != "cuda":
+        return 2 << 30
+    return torch.cuda.mem_get_info(model.device)[0] // 4
 
 
+@torch.no_grad()
 def batch_for(model: Any) -> int:
     """Padded tokens of a batch: 16,384 or, on a GPU, what has its keys and values in an eighth of the free memory."""
-    config, least, most = model.config.get_text_config(), 1 << 14, 1 << 18
-    if model.device.type != "cuda" or not getattr(config, "num_attention_heads", None):
+    least, most = 1 << 14, 1 << 18
+    if model.device.type != "cuda":
         return least
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
-    return min(max(least, torch.cuda.mem_get_info(model.device)[0] // 8 // token), most)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    token = sum(keys.nbytes + values.nbytes for keys, values, _ in cache)
+    free = torch.cuda.mem_get_info(model.device)[0]
+    return min(max(least, free // 8 // token), most)

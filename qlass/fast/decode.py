@@ -12,38 +12,75 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
-from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, batch_for, room_for, tokens_of, unread
-from qlass.fast.token_tree import additive_masks, batches, tree_inputs, windows_of
+from qlass.fast import cache
+from qlass.fast.cache import Pair, Prompt, PromptCache, Question, Reading, Row, Tokens
+from qlass.fast.token_tree import additive_masks, batches, windows_of
 from qlass.fast.tries import Trie
 from qlass.messages import State, uniforms
 from qlass.policy import Policy
+
+Choice = tuple[State, tuple[str, ...], float]  # a state, its valid actions, and a temperature
+REMEMBERED = 200_000  # choices or texts
 
 
 class RoomyLayer(DynamicLayer):
     """A layer's keys and values with room behind them, into which new ones are written.
 
-    DynamicLayer puts all of them together anew at each step, which takes most of the time of decoding. What replaces
-    `keys` by a copy (batch_select_indices) leaves it without room: the next step makes new room.
+    DynamicLayer puts all of them together anew at each step, which takes most of the time of decoding.
     """
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    key_room: Tensor | None = None
+    value_room: Tensor | None = None
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Tensors are (B, heads, tokens, head dim); returns all keys and values."""
-        self.keys, self.values = self.append("keys", keys), self.append("values", values)
+        self.key_room, self.keys = written_behind(self.keys, keys, self.key_room)
+        self.value_room, self.values = written_behind(self.values, values, self.value_room)
         return self.keys, self.values
 
-    def append(self, name: str, new: torch.Tensor) -> torch.Tensor:
-        old, rooms = getattr(self, name), self.__dict__.setdefault("rooms", {})
-        start, end = old.shape[-2], old.shape[-2] + new.shape[-2]
-        room = rooms.get(name)
-        if room is None or room.data_ptr() != old.data_ptr() or end > room.shape[-2]:
-            room = rooms[name] = new.new_empty((*new.shape[:-2], end + max(64, end // 4), new.shape[-1]))
-            room[..., :start, :] = old
-        room[..., start:end, :] = new
-        return room[..., :end, :]
+
+def written_behind(old: Tensor, new: Tensor, room: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The room, a larger one if need be, and what it holds now. `old` begins it, unless a selection of rows has since
+    made a copy of `old`."""
+    start = old.shape[-2]
+    end = start + new.shape[-2]
+    if room is None or room.data_ptr() != old.data_ptr() or end > room.shape[-2]:
+        *batch, _, size = new.shape
+        room = new.new_empty(*batch, end + max(64, end // 4), size)
+        room[..., :start, :] = old
+    room[..., start:end, :] = new
+    return room, room[..., :end, :]
+
+
+class Batch:
+    """Texts that are being written, each in a row. seen: (B, T), which of the cache's columns hold a token."""
+
+    def __init__(self, model: Any, past: DynamicCache, seen: Tensor) -> None:
+        self.model = model
+        self.past = past
+        self.seen = seen.to(model.device)
+        self.windows = windows_of(model.config)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows, in this order; one may come several times."""
+        indices = torch.tensor(rows, device=self.model.device)
+        self.past.batch_select_indices(indices)
+        self.seen = self.seen[indices]
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Put the next token of each row (B,) through the model: the logits behind it, (B, V)."""
+        self.seen = torch.cat([self.seen, self.seen.new_ones(len(tokens), 1)], -1)
+        positions = (self.seen.cumsum(-1) - 1).clamp(min=0)
+        last = positions[:, -1:]
+        masks = additive_masks(self.seen[:, None], last, positions, self.windows, self.model.dtype)
+        inputs = {"input_ids": tokens[:, None], "attention_mask": masks, "position_ids": last}
+        out = self.model(**inputs, past_key_values=self.past, use_cache=True)
+        return out.logits[:, -1]
 
 
 class FastPolicy(Policy):
@@ -51,23 +88,25 @@ class FastPolicy(Policy):
 
     def __init__(self, model: Any, chat: Chat, seed: int = 0, cache_gb: float | None = None) -> None:
         super().__init__(model, chat, seed)
-        self.budget = batch_for(self.model)
-        self.cache = PromptCache(room_for(self.model, cache_gb))
-        self.memory: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
-        self.written: dict[tuple[State, str], float] = {}  # log-probabilities of texts
+        self.budget = cache.batch_for(self.model)
+        self.cache = PromptCache(cache.room_for(self.model, cache_gb))
+        self.memory: dict[Choice, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
+        self.written: dict[Pair, float] = {}  # log-probabilities of texts
 
     @property
     def computed(self) -> int:
         return self.cache.computed
 
-    def read(self, states: Lists, tails: Lists) -> Iterator[Reading]:
+    def forward(self, inputs: dict, columns: Tensor) -> Tensor:
+        """The model's logits at these columns, (B, len(columns), V)."""
+        return self.model(**inputs, logits_to_keep=columns).logits.float()
+
+    def read(self, questions: list[Question]) -> Iterator[Reading]:
         """`PromptCache.read` of the model's logits."""
-
-        def logits(inputs: dict, columns: torch.Tensor) -> torch.Tensor:  # (B, len(columns), V)
-            return self.model(**inputs, logits_to_keep=columns).logits.float()
-
         most = min(self.budget, 16_384)  # each with a number for every token of the vocabulary
-        return self.cache.read(logits, self.model, most, states, tails)
+        return self.cache.read(self.forward, self.model, most, questions)
+
+    # ------------------------------------------------------------------------------ texts that are given
 
     @torch.inference_mode()
     def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
@@ -76,108 +115,122 @@ class FastPolicy(Policy):
         Where the trie of their texts has one way to go, that way has probability 1: only tokens above a branching are
         computed.
         """
-        if len(self.memory) > 200_000:
+        if len(self.memory) > REMEMBERED:
             self.memory.clear()
-        keys = [(r.state, r.valid, r.temperature) for r in requests]
-        fresh: list[tuple[tuple, Trie, list[list[int]]]] = []
-        for key in dict.fromkeys(key for key in keys if key not in self.memory):
-            state, valid, _ = key
-            prompt, texts = tokens_of(self.chat, state, valid)
+        choices = [(r.state, r.valid, r.temperature) for r in requests]
+        fresh: list[tuple[Choice, Trie]] = []
+        questions: list[Question] = []
+        for choice in dict.fromkeys(choices):
+            if choice in self.memory:
+                continue
+            state, valid, _ = choice
+            messages, texts = cache.question_of(self.chat, state, valid)
             trie = Trie(texts)
             if trie.branches:
-                fresh.append((key, trie, prompt))
+                fresh.append((choice, trie))
+                questions.append(Question(messages, trie.tails))
             else:  # a single valid action
-                self.memory[key] = np.zeros(len(valid))
-        for n, out, last, paths in self.read([prompt for *_, prompt in fresh], [trie.tails for _, trie, _ in fresh]):
-            key, trie, _ = fresh[n]
-            rows = [paths[a][t - 1] if t else last for a, t, _ in trie.branches]
-            tokens = [token for *_, token in trie.branches]
-            scores = out[rows, tokens].cpu().numpy()
-            self.memory[key] = trie.logprobs(scores / (key[-1] or 1.0))
-        return [self.memory[key] for key in keys]
+                self.memory[choice] = np.zeros(len(valid))
+
+        for number, logits, paths in self.read(questions):
+            choice, trie = fresh[number]
+            _, _, temperature = choice
+            places = [paths[action][t] for action, t, _ in trie.branches]
+            tokens = [token for _, _, token in trie.branches]
+            scores = logits[places, tokens].cpu().numpy()
+            self.memory[choice] = trie.logprobs(scores / (temperature or 1.0))
+        return [self.memory[choice] for choice in choices]
 
     @torch.inference_mode()
-    def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
+    def logprobs(self, pairs: list[Pair]) -> list[float]:
         """log pi(a | s) of actions as free text, each token of what they share computed once."""
-        if len(self.written) > 200_000:
+        if len(self.written) > REMEMBERED:
             self.written.clear()
-        for pair, ids, out, places in unread(self.chat, pairs, self.written, self.read):
-            logp = out[places[:-1]].log_softmax(-1)
-            value = logp.gather(-1, torch.tensor(ids, device=out.device)[:, None]).double().sum()
-            self.written[pair] = float(value)
+        for pair, ids, logits in cache.unread(self.chat, pairs, self.written, self.read):
+            logp = logits[:-1].log_softmax(-1)
+            of_tokens = logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None])
+            self.written[pair] = float(of_tokens.double().sum())
         return [self.written[pair] for pair in pairs]
 
+    # --------------------------------------------------------------------------------------- free text
+
     def texts(self, requests: list[Sample]) -> list[list[Candidate]]:
-        answers: dict[int, list[Candidate]] = {}
+        """Free text. Requests whose prompts are of like length are answered side by side."""
         self.cache.round += 1
         prompts = [self.cache.prompt(self.chat.prompt_tokens(r.state)) for r in requests]
         room = self.chat.rendering.max_new_tokens
-        items = list(zip(prompts, requests, strict=True))
-        for group in batches(items, lambda item: len(item[0].ids) + room, self.budget, lambda item: item[1].n):
+        lengths = [len(prompt.ids) + room for prompt in prompts]
+        answers: dict[int, list[Candidate]] = {}
+        every = range(len(requests))
+        for group in batches(every, lengths.__getitem__, self.budget, lambda i: requests[i].n):
             drawn = self.decode([prompts[i] for i in group], [requests[i] for i in group])
-            answers |= zip(group, drawn, strict=True)
-        return [answers[i] for i in range(len(requests))]
+            answers.update(zip(group, drawn, strict=True))
+        return [answers[i] for i in every]
 
     @torch.inference_mode()
     def decode(self, prompts: list[Prompt], requests: list[Sample]) -> list[list[Candidate]]:
-        device, room = self.model.device, self.chat.rendering.max_new_tokens
-        owner = np.repeat(np.arange(len(requests)), [r.n for r in requests])
-        noise = np.stack([uniforms(room, self.seed, *r.key, k) for r in requests for k in range(r.n)])
-        noise = torch.from_numpy(noise).to(device)
-        heat = torch.tensor([float(requests[i].temperature) for i in owner], device=device)
-        cache, seen, logits = self.prefill(prompts)
-        each = torch.from_numpy(owner).to(device)  # from here on a row is a candidate
-        cache.batch_select_indices(each)
-        for layer in cache.layers:
+        """The candidates of each prompt, all side by side."""
+        rows, noise, temperature = [], [], []
+        for i, request in enumerate(requests):
+            for k in range(request.n):
+                rows.append(i)
+                noise.append(uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k))
+                temperature.append(float(request.temperature))
+
+        batch, logits = self.prefill(prompts)
+        batch.select(rows)  # from here on a row is a candidate
+        for layer in batch.past.layers:
             if type(layer) is DynamicLayer:  # layers with windows keep their own ways
                 layer.__class__ = RoomyLayer
-        seen, logits = seen[each], logits[each]
-        positions = (seen.cumsum(-1) - 1).clamp(min=0)
-        windows = windows_of(self.model.config)
 
-        written: list[list[int]] = [[] for _ in owner]
-        total = torch.zeros(len(owner), dtype=torch.float64, device=device)  # log-probabilities
-        alive = np.arange(len(owner))  # which candidate each row of the batch is
-        for step in range(room):
-            at = torch.from_numpy(alive).to(device)
-            tokens, logp = self.draw(logits, heat[at], noise[at, step])
-            total[at] += logp
-            for row, token in zip(alive, tokens.tolist(), strict=True):  # the one wait for the device in a step
-                written[row].append(token)
-            going = [i for i, row in enumerate(alive) if not self.ended(written[row])]
-            if not going or step == room - 1:
-                break
-            if len(going) < len(alive):
-                alive = alive[going]
-                rows = torch.tensor(going, device=device)
-                cache.batch_select_indices(rows)
-                seen, positions, tokens = seen[rows], positions[rows], tokens[rows]
-            seen = torch.cat([seen, seen.new_ones(len(seen), 1)], -1)
-            positions = torch.cat([positions, positions[:, -1:] + 1], -1)
-            masks = additive_masks(seen[:, None], positions[:, -1:], positions, windows, self.model.dtype)
-            self.cache.computed += len(alive)
-            inputs = {"input_ids": tokens[:, None], "attention_mask": masks, "position_ids": positions[:, -1:]}
-            logits = self.model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
-
+        heat = torch.tensor(temperature, device=logits.device)
+        random = torch.from_numpy(np.stack(noise)).to(logits.device)
+        written, logprobs = self.write(batch, logits[rows], heat, random)
         answers: list[list[Candidate]] = [[] for _ in requests]
-        for i, ids, logprob in zip(owner, written, total.tolist(), strict=True):
+        for i, ids, logprob in zip(rows, written, logprobs, strict=True):
             answers[i].append(Candidate(self.chat.text(ids), len(ids), logprob, tuple(ids)))
         return answers
 
-    def prefill(self, prompts: list[Prompt]) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """Read prompts: their cache, which of its columns hold a token (B, T), the logits of the last one (B, V)."""
-        rows = [Row(prompt.past, prompt.cached) for prompt in prompts]
-        for row, prompt in zip(rows, prompts, strict=True):
-            row.add(prompt)
-        cache = self.cache.batch(rows)
-        before, width = max(r.cached for r in rows), max(len(r.tree) for r in rows)
-        inputs = tree_inputs(self.model, [r.tree for r in rows], [r.cached for r in rows])
-        out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        self.cache.computed += sum(len(r.tree) for r in rows)
-        seen = torch.zeros((len(rows), before + width), dtype=torch.bool)
-        for at, row in enumerate(rows):
-            start = before + width - len(row.tree)
-            self.cache.remember(row, cache, at, start)
-            seen[at, before - row.cached : before] = True
-            seen[at, start:] = True
-        return cache, seen.to(self.model.device), out.logits[:, -1]
+    def prefill(self, prompts: list[Prompt]) -> tuple[Batch, Tensor]:
+        """A batch of prompts that have been read, and the logits behind each, (B, V)."""
+        rows = []
+        for prompt in prompts:
+            row = Row(prompt)
+            row.add(prompt, 0, [])
+            rows.append(row)
+        logits, past = self.cache.run(self.forward, self.model, rows, [-1])
+
+        known = max(row.cached for row in rows)
+        seen = torch.zeros((len(rows), past.get_seq_length()), dtype=torch.bool)
+        for row, columns in zip(rows, seen, strict=True):
+            columns[known - row.cached : known] = True
+            columns[-len(row) :] = True
+        return Batch(self.model, past, seen), logits[:, 0]
+
+    def write(self, batch: Batch, logits: Tensor, heat: Tensor, noise: Tensor) -> tuple[list[Tokens], list[float]]:
+        """Tokens of each text until its turn ends, and their log-probability.
+
+        logits: (B, V) of the first. heat: temperatures (B,). noise: (B, steps).
+        """
+        written: list[Tokens] = [[] for _ in logits]
+        logprobs = torch.zeros(len(written), dtype=torch.float64, device=logits.device)
+        alive = list(range(len(written)))  # the text of each row of the batch
+        steps = noise.shape[1]
+        for step in range(steps):
+            at = torch.tensor(alive, device=logits.device)
+            tokens, logp = self.draw(logits, heat[at], noise[at, step])
+            logprobs[at] += logp
+
+            for text, token in zip(alive, tokens.tolist(), strict=True):  # the one wait for the device in a step
+                written[text].append(token)
+            going = [row for row, text in enumerate(alive) if not self.ended(written[text])]
+            if not going or step == steps - 1:
+                break
+
+            if len(going) < len(alive):
+                batch.select(going)
+                tokens = tokens[going]
+                alive = [alive[row] for row in going]
+            logits = batch.read(tokens)
+            self.cache.computed += len(alive)
+        return written, logprobs.tolist()

@@ -12,11 +12,13 @@ So w and sum_i w_i q_i of each token give the loss and the gradients of the pair
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, tree_inputs
@@ -36,61 +38,79 @@ class PackedPairs:
     last: np.ndarray
     sizes: np.ndarray
 
+    @property
+    def tokens(self) -> int:
+        return len(self.tree)
+
+
+Family = list[tuple[Any, list[int]]]  # pairs that stay together, each with the place of its tokens in a tree
+
 
 def pack_pairs(chat: Chat, families: Sequence[Sequence[Any]], first: int, max_tokens: int) -> Iterator[PackedPairs]:
     """A tree's pairs, in token trees of at most `max_tokens` each (or of one family that is longer).
 
     families: pairs that stay together. first: of the tokens of (s, a) that carry the loss, 0 (all) or -1 (the last).
     """
-    tree, group = TokenTree(), []
+    tree = TokenTree()
+    group: list[Family] = []
     for family in families:
-        rows = []
+        texts = []
         for pair in family:
             prompt = chat.prompt(pair.state)
-            rows.append([*prompt, *chat.action(pair.action, pair.state.task, len(prompt))])
-        if group and len(tree) + tree.growth(*rows) > max_tokens:
+            texts.append(prompt + chat.action(pair.action, pair.state.task, len(prompt)))
+        if group and len(tree) + tree.growth(*texts) > max_tokens:
             yield pack(tree, group, first)
-            tree, group = TokenTree(), []
-        group.append([(pair, tree.add(ids)) for pair, ids in zip(family, rows, strict=True)])
+            tree = TokenTree()
+            group = []
+        group.append([(pair, tree.add(ids)) for pair, ids in zip(family, texts, strict=True)])
     if group:
         yield pack(tree, group, first)
 
 
-def pack(tree: TokenTree, group: Sequence[Sequence[tuple[Any, list[int]]]], first: int) -> PackedPairs:
-    """group: of each family the pairs, each with its path in the tree."""
-    members = [member for family in group for member in family]
-    weight, weighted_q = np.zeros((2, len(tree)))
+def pack(tree: TokenTree, group: Sequence[Family], first: int) -> PackedPairs:
+    members = list(itertools.chain(*group))
+    weight = np.zeros(len(tree))
+    weighted_q = np.zeros(len(tree))
     for pair, path in members:
         trained = path[first:]
         weight[trained] += 1 / len(trained)  # w_i = 1 / n_i
         weighted_q[trained] += pair.q / len(trained)
-    last, sizes = np.array([path[-1] for _, path in members]), np.array([*map(len, group)])
-    arrays = weight.astype(np.float32), weighted_q.astype(np.float32), last, sizes
-    return PackedPairs(tuple(pair for pair, _ in members), tree.frozen(), *arrays)
+    pairs = tuple(pair for pair, _ in members)
+    last = np.array([path[-1] for _, path in members])
+    sizes = np.array([len(family) for family in group])
+    return PackedPairs(pairs, tree.frozen(), weight.astype(np.float32), weighted_q.astype(np.float32), last, sizes)
 
 
-def packed_loss(qnet: Any, packs: Sequence[PackedPairs], rank_weight: float = 0.0) -> torch.Tensor:
+def packed_loss(qnet: Any, packs: Sequence[PackedPairs], rank_weight: float = 0.0) -> Tensor:
     """The sum of `family_loss` over all families of the packs, each unique token computed once."""
     inputs = tree_inputs(qnet.backbone, [p.tree for p in packs])
-    weight, weighted_q = torch.zeros(2, *inputs["input_ids"].shape)
+    weight = torch.zeros(inputs["input_ids"].shape)
+    weighted_q = torch.zeros_like(weight)
     for row, p in enumerate(packs):  # padded on the left, as the ids are
         weight[row, -len(p.tree) :] = torch.from_numpy(p.weight)
         weighted_q[row, -len(p.tree) :] = torch.from_numpy(p.weighted_q)
-    at = weight > 0
-    v = qnet(at.to(qnet.backbone.device), **inputs, use_cache=False).float()
-    w, wq = weight[at].to(v.device), weighted_q[at].to(v.device)
+    trained = weight > 0
+    v = qnet(trained.to(qnet.backbone.device), **inputs, use_cache=False).float()
+    w = weight[trained].to(v.device)
+    wq = weighted_q[trained].to(v.device)
     # The constant, sum_i w_i q_i^2 of each token, sums to sum_i q_i^2.
-    loss = (w * v.square() - 2 * wq * v).sum() + sum(sum(pair.q * pair.q for pair in p.pairs) for p in packs)
-    return loss + rank_weight * within_states(v, at, packs) if rank_weight else loss
+    constant = sum(sum(pair.q * pair.q for pair in p.pairs) for p in packs)
+    loss = (w * v.square() - 2 * wq * v).sum() + constant
+    if rank_weight:
+        loss = loss + rank_weight * within_states(v, trained, packs)
+    return loss
 
 
-def within_states(v: torch.Tensor, at: torch.Tensor, packs: Sequence[PackedPairs]) -> torch.Tensor:
-    """sum_a (e(a) - mean(e))^2 over each family, e(a) the error at an action's last token, (). v: the values `at`."""
-    place = at.flatten().cumsum(0).view_as(at) - 1  # of a token in v; the last one of an action always has a loss
-    last = torch.cat([place[row, -len(p.tree) :][torch.from_numpy(p.last)] for row, p in enumerate(packs)])
+def within_states(v: Tensor, trained: Tensor, packs: Sequence[PackedPairs]) -> Tensor:
+    """sum_a (e(a) - mean(e))^2 over each family, e(a) the error at an action's last token, ().
+
+    v: (N,), the values of the N tokens that are trained, True in (B, T). An action's last token always is.
+    """
+    place = trained.flatten().cumsum(0).view_as(trained) - 1  # of a token in v
+    last = torch.cat([place[row, p.last - len(p.tree)] for row, p in enumerate(packs)])
     q = torch.tensor([pair.q for p in packs for pair in p.pairs], device=v.device)
+    e = v[last.to(v.device)] - q
     sizes = torch.from_numpy(np.concatenate([p.sizes for p in packs])).to(v.device)
     family = torch.repeat_interleave(sizes)  # siblings stand side by side
-    e = v[last.to(v.device)] - q
     mean = torch.zeros_like(sizes, dtype=e.dtype).index_add(0, family, e) / sizes
     return (e - mean[family]).square().sum()

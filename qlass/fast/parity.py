@@ -8,14 +8,14 @@ that carries a state from token to token, or that counts columns (ALiBi), would 
 from __future__ import annotations
 
 import functools
-import itertools
+import string
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qlass import UserError
-from qlass.fast.cache import PromptCache
-from qlass.fast.token_tree import TokenTree, tree_inputs
+from qlass.fast.cache import PromptCache, Question, Tokens
 
 WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
 # Of attention windows that are not in the mask that a model is given, and larger than the sequences below.
@@ -34,7 +34,7 @@ def check(model: Any, name: str) -> None:
 
 @torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
 def fault(model: Any) -> str | None:
-    """What a model does wrong with token trees, with and without a prompt cache; None: nothing."""
+    """What a model does wrong with token trees, behind a prompt cache and without; None: nothing."""
     config = model.config.get_text_config()
     if name := next((name for name in HIDDEN if getattr(config, name, None)), None):
         return f"its attention has windows of its own ({name})"
@@ -48,73 +48,60 @@ def fault(model: Any) -> str | None:
     try:
         for name in windows:
             setattr(config, name, WINDOW)
-        families = tokens_of(model)
-        inputs = [[{"input_ids": torch.tensor([ids], device=model.device)} for ids in family] for family in families]
-        alone = [[outputs(model, {**one, "use_cache": False})[0] for one in family] for family in inputs]
-        if not all(rows.isfinite().all() for family in alone for rows in family):
+        sequences = tokens_of(model)
+        inputs = [{"input_ids": torch.tensor([ids], device=model.device), "use_cache": False} for ids in sequences]
+        plain = [outputs(model, one)[0] for one in inputs]
+        if not all(rows.isfinite().all() for rows in plain):
             return NOT_FINITE
-        for tried, difference in (("a token tree", tree_difference), ("a prompt cache", cache_difference)):
-            try:
-                sizes = difference(model, families, alone)
-            except Exception as error:  # whatever a model of any kind says to such inputs
-                return f"its model class takes no {tried[2:]} ({error!r:.150})"
-            size = float(sizes.median() if by_median else sizes.max())
-            if size > most:
-                return f"the outputs of {tried} differ from plain ones by {size:.1%}"
-        return None
+        try:
+            shares = differences(model, sequences, plain)
+        except Exception as error:  # whatever a model of any kind says to such inputs
+            return f"its model class reads no token trees behind a prompt cache ({error!r:.150})"
+        share = float(shares.median() if by_median else shares.max())
+        return f"the outputs of token trees differ from plain ones by {share:.1%}" if share > most else None
     finally:
         for name, size in windows.items():
             setattr(config, name, size)
 
 
-# Sequences with common beginnings, of different lengths and deeper than a window: two families, so that one is padded.
-FAMILIES = (("abcdefghijkl", "abcdefghmnop", "abcdxyzefg", "abcdefghijqr"), ("abcdefg", "abcabcabd"))
+# Sequences with common beginnings, of different lengths and deeper than a window. The letter they begin with is all
+# that those of one token tree must share, so these are two trees, of which the smaller one is padded.
+SEQUENCES = ("abcdefghijkl", "abcdefghmnop", "abcdxyzefg", "abcdefghijqr", "bcdefghi", "bcdefabcabd")
 
 
-def tokens_of(model: Any) -> list[list[list[int]]]:
-    """The families as tokens from all over the vocabulary, none of them at its ends, where control tokens are."""
+def tokens_of(model: Any) -> list[Tokens]:
+    """The sequences as tokens from all over the vocabulary, none of them at its ends, where control tokens are."""
     size = model.get_input_embeddings().num_embeddings
-    return [[[size // 8 + (ord(c) - ord("a")) * (size * 3 // 4) // 26 for c in s] for s in f] for f in FAMILIES]
+    token = {letter: size // 8 + i * (size * 3 // 4) // 26 for i, letter in enumerate(string.ascii_lowercase)}
+    return [[token[letter] for letter in sequence] for sequence in SEQUENCES]
 
 
-def outputs(model: Any, inputs: dict, columns: torch.Tensor | None = None) -> torch.Tensor:
+def outputs(model: Any, inputs: dict, columns: Tensor | None = None) -> Tensor:
     """Logits or, of a model without a head, hidden states, of the columns asked for."""
-    if model.get_output_embeddings() is not None:
-        return model(**inputs, **({} if columns is None else {"logits_to_keep": columns})).logits.float()
-    hidden = model(**inputs).last_hidden_state
-    return (hidden if columns is None else hidden[:, columns]).float()
+    if columns is not None and model.get_output_embeddings() is not None:
+        return model(**inputs, logits_to_keep=columns).logits.float()
+    out = model(**inputs)
+    every = out.last_hidden_state if model.get_output_embeddings() is None else out.logits
+    return (every if columns is None else every[:, columns]).float()
 
 
-Families = list[list[list[int]]]
-Alone = list[list[torch.Tensor]]  # outputs of each sequence by itself
+def differences(model: Any, sequences: list[Tokens], plain: list[Tensor]) -> Tensor:
+    """How far outputs of token trees are from each plain sequence's, as a share of their mean size.
 
-
-def tree_difference(model: Any, families: Families, alone: Alone) -> torch.Tensor:
-    """How far a packed batch's outputs are from each plain sequence's, as a share of their mean size."""
-    trees = [TokenTree() for _ in families]
-    paths = [[tree.add(ids) for ids in family] for tree, family in zip(trees, families, strict=True)]
-    out, pairs = outputs(model, {**tree_inputs(model, trees), "use_cache": False}), []
-    for row, tree, places, expected in zip(out, trees, paths, alone, strict=True):
-        row = row[len(row) - len(tree) :]
-        pairs += [(row[path], rows) for path, rows in zip(places, expected, strict=True)]
-    return relative(pairs)
-
-
-def cache_difference(model: Any, families: Families, alone: Alone) -> torch.Tensor:
-    """The same of beginnings read one after the other, a step deeper each, behind what is remembered of those before.
-
-    What follows a beginning in its sequence stands for the actions.
+    Beginnings are read one after the other, a step deeper each: first without anything in the cache, then behind what
+    it has kept of those before. What follows a beginning in its sequence stands for the actions.
     """
-    cache, pairs, forward = PromptCache(), [], functools.partial(outputs, model)
-    sequences, expected = [*itertools.chain(*families)], [*itertools.chain(*alone)]
-    for turns, end in ((1, 3), (3, 6)):
-        states = [[ids[:3], ids[3:4], ids[4:6]][:turns] for ids in sequences]
-        tails = [[ids[end : end + 3], ids[end : end + 1]] for ids in sequences]
-        for i, out, last, paths in cache.read(forward, model, 1 << 14, states, tails):
-            pairs += [(out[[last, *path]], expected[i][end - 1 : end + len(path)]) for path in paths]
-    return relative(pairs)
-
-
-def relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    sizes = [(ours - theirs).abs().mean() / theirs.abs().mean().clamp(min=1e-9) for ours, theirs in pairs]
-    return torch.stack(sizes)
+    cache = PromptCache()
+    cache.LIKE = 0  # trees of all sizes side by side
+    shares = []
+    for turns, end in ((1, 1), (3, 4)):
+        questions = []
+        for ids in sequences:
+            messages = [ids[:1], ids[1:2], ids[2:4]]
+            questions.append(Question(messages[:turns], [ids[end:], ids[end : end + 1]]))
+        for number, ours, paths in cache.read(functools.partial(outputs, model), model, 1 << 14, questions):
+            for path in paths:
+                theirs = plain[number][end - 1 : end - 1 + len(path)]
+                size = theirs.abs().mean().clamp(min=1e-9)
+                shares.append((ours[path] - theirs).abs().mean() / size)
+    return torch.stack(shares)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 class TokenTree:
@@ -33,64 +34,71 @@ class TokenTree:
         """Insert a sequence below the token `after` (-1: from the root); the index of each of its tokens."""
         path = []
         for token in ids:
-            at = self._child.get((after, token))
-            if at is None:
-                at = self._child[after, token] = len(self.ids)
+            new = len(self.ids)
+            place = self._child.setdefault((after, token), new)
+            if place == new:
                 self.ids.append(token)
                 self.parent.append(after)
-                self.depth.append(self.depth[after] + 1 if after >= 0 else 0)
-            path.append(after := at)
+                self.depth.append(0 if after < 0 else self.depth[after] + 1)
+            path.append(place)
+            after = place
         return path
 
     def growth(self, *rows: Sequence[int]) -> int:
         """How many tokens `add` would have to store for these sequences."""
         fresh = TokenTree()
         for ids in rows:
-            after, i = -1, 0
-            while i < len(ids) and (child := self._child.get((after, ids[i]))) is not None:
-                after, i = child, i + 1
-            fresh.add([-2 - after, *ids[i:]])  # below the token where it leaves this tree
+            after = -1
+            for i, token in enumerate(ids):
+                child = self._child.get((after, token))
+                if child is None:
+                    fresh.add([-2 - after, *ids[i:]])  # below the token where it leaves this tree
+                    break
+                after = child
         return sum(token >= 0 for token in fresh.ids)
 
     def frozen(self) -> TokenTree:
         """A copy that can be read and no longer added to, at 12 bytes a token."""
-        tree = TokenTree()
-        tree.ids, tree.parent, tree.depth = (np.array(x, np.int32) for x in (self.ids, self.parent, self.depth))
+        tree: Any = TokenTree()
+        tree.ids = np.array(self.ids, np.int32)
+        tree.parent = np.array(self.parent, np.int32)
+        tree.depth = np.array(self.depth, np.int32)
         return tree
 
     def attention(self) -> np.ndarray:
         """(L, L) bool: a token sees itself and its ancestors, as it would in its own sequence."""
         sees = np.eye(len(self), dtype=bool)
-        for i, p in enumerate(self.parent):
-            if p >= 0:
-                sees[i] |= sees[p]
+        for token, parent in enumerate(self.parent):
+            if parent >= 0:
+                sees[token] |= sees[parent]
         return sees
 
 
 def windows_of(config: Any) -> dict[str, int]:
     """{layer type: w}: how far back the model's layers see. 0: all; w > 0: the last w tokens; w < 0: chunks of -w."""
     config = config.get_text_config()
-    window, chunk = (getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size"))
+    window = getattr(config, "sliding_window", None) or 0
+    chunk = getattr(config, "attention_chunk_size", None) or 0
     # Without layer types (Mistral, Phi-3, StarCoder 2), a window is every layer's.
     types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
     sizes = {"sliding_attention": window, "chunked_attention": -chunk}
     return {kind: sizes.get(kind, 0) for kind in dict.fromkeys(types)}
 
 
-def additive_masks(
-    sees: torch.Tensor, at: torch.Tensor, keys: torch.Tensor, windows: dict[str, int], dtype: torch.dtype
-) -> Any:
+def additive_masks(sees: Tensor, at: Tensor, keys: Tensor, windows: dict[str, int], dtype: torch.dtype) -> Any:
     """What may be seen (B, L, K), by tokens at positions `at` (B, L) of keys at (B, K), as an attention bias.
 
     (B, 1, L, K); a dict of one for each layer type where a model has several, as its `forward` takes them.
     """
     masks = {}
+    at = at[:, :, None]
+    keys = keys[:, None]
     for kind, window in windows.items():
         allowed = sees
         if window > 0:
-            allowed = sees & (at[:, :, None] - keys[:, None] < window)
+            allowed = sees & (at - keys < window)
         elif window < 0:
-            allowed = sees & (at[:, :, None] // -window == keys[:, None] // -window)
+            allowed = sees & (at // -window == keys // -window)
         bias = torch.zeros(sees.shape, dtype=dtype, device=sees.device)
         masks[kind] = bias.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
     return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -102,25 +110,30 @@ def tree_inputs(model: Any, trees: Sequence[TokenTree], past: Sequence[int] | No
     `past[i]` tokens stand before tree i in a cache of width P = max(past), padded on the left too. Nothing sees the
     padding, so any id will do. A sequence by itself needs no mask, so that models take it which take no other.
     """
-    device, windows = model.device, windows_of(model.config)
+    device = model.device
     past = past or [0] * len(trees)
-    width, before = max(map(len, trees)), max(past)
-    ids = torch.zeros((len(trees), width), dtype=torch.long)
+    width = max(map(len, trees))
+    before = max(past)
     if len(trees) == 1 and not before and list(trees[0].parent) == list(range(-1, width - 1)):
         return {"input_ids": torch.tensor(trees[0].ids, device=device)[None]}
-    at = torch.zeros((len(trees), before + width), dtype=torch.long)  # positions, of the cache's columns too
+
+    ids = torch.zeros((len(trees), width), dtype=torch.long)
+    positions = torch.zeros((len(trees), before + width), dtype=torch.long)  # of the cache's columns too
     sees = torch.zeros((len(trees), width, before + width), dtype=torch.bool)
     sees[:, :, before:].diagonal(dim1=-2, dim2=-1).fill_(True)  # padding sees itself, or softmax would be 0/0
     for row, (tree, cached) in enumerate(zip(trees, past, strict=True)):
         start = width - len(tree)
+        known = slice(before - cached, before)
+        fresh = slice(before + start, None)
         ids[row, start:] = torch.tensor(tree.ids)
-        at[row, before - cached : before] = torch.arange(cached)
-        at[row, before + start :] = torch.tensor(tree.depth) + cached
-        sees[row, start:, before - cached : before] = True
-        sees[row, start:, before + start :] = torch.from_numpy(tree.attention())
-    at, sees = at.to(device), sees.to(device)
-    masks = additive_masks(sees, at[:, before:], at, windows, model.dtype)
-    return {"input_ids": ids.to(device), "position_ids": at[:, before:], "attention_mask": masks}
+        positions[row, known] = torch.arange(cached)
+        positions[row, fresh] = torch.tensor(tree.depth) + cached
+        sees[row, start:, known] = True
+        sees[row, start:, fresh] = torch.from_numpy(tree.attention())
+    positions = positions.to(device)
+    at = positions[:, before:]
+    masks = additive_masks(sees.to(device), at, positions, windows_of(model.config), model.dtype)
+    return {"input_ids": ids.to(device), "position_ids": at, "attention_mask": masks}
 
 
 def batches(
@@ -132,14 +145,19 @@ def batches(
     before: tokens of an item that only take room, as what a cache knows of it, padded by themselves. like: of a group's
     longest item, the shortest has at least this share.
     """
-    group, high, cached = [], 0, 0
+    group: list[int] = []
+    longest = height = width = 0  # tokens of its first item, rows, and tokens before them
     for i in sorted(range(len(items)), key=lambda i: -length(items[i])):
-        item, longest = items[i], length(items[group[0]]) if group else 0
-        full = (longest + max(cached, before(item))) * (high + rows(item)) > budget
+        item = items[i]
+        full = (longest + max(width, before(item))) * (height + rows(item)) > budget
         if group and (full or length(item) < like * longest):
             yield group
-            group, high, cached = [], 0, 0
+            group = []
+        if not group:
+            longest = length(item)
+            height = width = 0
         group.append(i)
-        high, cached = high + rows(item), max(cached, before(item))
+        height += rows(item)
+        width = max(width, before(item))
     if group:
         yield group
