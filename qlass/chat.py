@@ -42,6 +42,7 @@ class Rendering:
     # Texts that end an action, as the end of the turn does. ETO's own agents stop at these.
     stop: tuple[str, ...] | list[str] = ("\nObservation:", "\nTask:", "\n---")
     truncate: Literal["oldest", None] = None  # turns to leave out beyond the model's context
+    q_at_end: bool = True  # QNet reads Q at the token that ends the turn; else at the one before
     date: str | None = None  # what a template prints for today's date
     # The first messages that it was cloned with, if they are not the environment's own.
     system: str | None = None
@@ -200,12 +201,12 @@ class Chat:
         return lists
 
     def action(self, text: str, task: str, prompt: int = 0) -> list[int]:
-        """Tokens of an action as the assistant writes it, with the token that ends its turn;
-        TooLong if they and `prompt` tokens exceed the model's context."""
+        """Tokens of an action as the assistant writes it, with the token that ends its turn unless
+        Q is read before it; TooLong if they and `prompt` tokens exceed the model's context."""
         text = self.aids.mark(text.strip(), task)
         ids = self.encode(self.ask, self.lead, text, self.stop)
         self._check(prompt, len(ids))
-        return ids
+        return ids if self.rendering.q_at_end else ids[:-1]
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens that a model wrote -> the action, as environment and tree files hold it."""

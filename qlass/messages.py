@@ -40,8 +40,13 @@ class State:
 
     @staticmethod
     def first(env: Any, observation: str, info: dict) -> State:
-        """ETO's layout: instruction, "OK", and the first observation without its prefix."""
+        """ETO's layout: instruction, "OK", and the first observation without its prefix.
+
+        An environment without an agreement says instruction and observation in one message.
+        """
         system = (("system", env.system),) if env.system else ()
+        if not env.agreement:
+            return State((*system, ("user", env.instruction + observation)), info["task"])
         agreed = ("user", env.instruction), ("assistant", env.agreement)
         return State((*system, *agreed, ("user", observation)), info["task"])
 

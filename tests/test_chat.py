@@ -169,6 +169,13 @@ def test_the_compact_form_by_hand():
     assert "(same page)" in third and "hall" not in third
 
 
+def test_q_may_be_read_at_the_token_before_the_one_that_ends_an_action():
+    chat, before = word_chat(), word_chat(q_at_end=False)
+    state = State((("user", "walk"),)).then("Action: left", "you stand")
+    assert before.action("Action: left", "") == chat.action("Action: left", "")[:-1]
+    assert before.prompt(state) == chat.prompt(state)
+
+
 CONTROL = sorted({token for _, named, others in TEMPLATES.values() for token in (*named.values(), *others)})
 
 

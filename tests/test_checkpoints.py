@@ -1,29 +1,34 @@
 """Weights: which are loaded or refused in one line, none runs code; what LoRA and few bits train, save and load."""
 
-import argparse
+import contextlib
 import json
 import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
 import transformers as hf
-from fakes import dump, tiny_lm, word_chat
+from fakes import FakeEnv, dump, tiny_lm, word_chat
 from safetensors.torch import load_file, save_file
-from test_parity import SMALL
+from test_parity import SMALL, tiny
 from test_train_qnet import labelled_tree
 from torch import nn
 
 import q_search
 import sft
 import train_qnet
-from qlass import UserError, models
+from qlass import UserError, lora, models
 from qlass.agent import load_policy
+from qlass.chat import Rendering, warn_once
+from qlass.messages import State
 from train_qnet import QNet
 
 CHAT = word_chat()
@@ -48,9 +53,11 @@ LAYER = "model.layers.0."
 KEYS = {  # model type: keys that may be left out, and keys that change what it computes
     "gpt2": (["h.0.attn.bias", "transformer.h.0.attn.masked_bias"], ["h.0.attn.c_attn.lora_A.weight"]),
     "gpt_neox": (["gpt_neox.layers.0.attention.bias"], ["gpt_neox.layers.0.attention.dense.weight_scale"]),
-    "llama": (["v_head.summary.weight", "mtp.layers.0.mlp.up_proj.weight"], ["model.layers.4.mlp.up_proj.weight"]),
+    "llama": (["v_head.summary.weight", "mtp.layers.0.mlp.up_proj.weight", f"{LAYER}self_attn.k_proj.k_scale"],
+              ["model.layers.4.mlp.up_proj.weight", f"{LAYER}self_attn.k_proj.weight_scale"]),
     "mistral": ([f"{LAYER}self_attn.rotary_emb.inv_freq"], [f"{LAYER}self_attn.q_norm.weight"]),
-    "mixtral": ([], [f"base_model.model.{LAYER}self_attn.q_proj.lora_B.weight"]),
+    "mixtral": (["model.layers.4.eh_proj.weight", "model.layers.4.mlp.up_proj.weight"],  # predicts a later token
+                [f"base_model.model.{LAYER}self_attn.q_proj.lora_B.weight"]),
 }  # fmt: skip
 
 
@@ -60,6 +67,7 @@ def test_a_key_without_a_place_matters_if_its_layer_is_computed(name, kind, tmp_
     sound, wrong = KEYS[name]
     config = type(hf.AutoConfig.for_model(name))
     config = config(**{k: v for k, v in SMALL.items() if k in config().to_dict()} | {"eos_token_id": 1})
+    config.num_nextn_predict_layers = int(name == "mixtral")
     hf.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
     CHAT.save(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -70,6 +78,15 @@ def test_a_key_without_a_place_matters_if_its_layer_is_computed(name, kind, tmp_
     for key in wrong:
         rewrite(tmp_path, weights | {key: torch.ones(2)})
         refused(tmp_path, f"no place for {re.escape(key)}; ", kind)
+
+
+def test_a_plain_model_opens_neither_lora_nor_the_fast_engine_nor_a_server(agent):
+    code = (
+        "import sys; from qlass import models as m; m.load_checkpoint(sys.argv[1], m.AutoModelForCausalLM, plain=True)"
+    )
+    command = [sys.executable, "-c", f"{code}; print(*sys.modules)", str(agent)]
+    opened = subprocess.check_output(command, cwd=Path(models.__file__).parents[1], text=True).split()
+    assert "qlass.models" in opened and {"qlass.lora", "qlass.fast", "qlass.server", "peft"}.isdisjoint(opened)
 
 
 def cut(file: Path, keep: int) -> None:
@@ -153,6 +170,7 @@ def adapter(base: Path, folder: Path, updated: str | list = "all-linear", rows: 
 UPDATES = [  # layers with updates, rows that are added to the embeddings, what is trained as a whole
     (["q_proj", "lm_head"], 0, None),
     (["embed_tokens", "lm_head"], 0, None),
+    (["embed_tokens"], 3, None),
     ("all-linear", 3, ["embed_tokens", "lm_head"]),
 ]
 
@@ -178,6 +196,16 @@ def test_an_adapter_of_another_model_or_of_a_prompt_is_refused(tmp_path, agent):
     peft.get_peft_model(tiny_lm(CHAT), prompt).save_pretrained(tmp_path / "prompt")
     rewrite(tmp_path / "prompt", name="adapter_config.json", base_model_name_or_path=str(agent))
     refused(tmp_path / "prompt", "a trained prompt can't become weights")
+    adapter(agent, tmp_path / "bias", ["q_proj"], lora_bias=True)  # its base has none
+    refused(tmp_path / "bias", "can't be merged")
+
+
+@pytest.mark.parametrize("place", ["lora_adapter", "adapter", "checkpoint-9/adapter"])
+def test_an_adapter_below_weights_is_not_passed_over(copy, place):
+    """Its name is no sign that the weights have its updates: a note beside our own says so."""
+    adapter(copy, copy / place)
+    refused(copy, f"its weights lack the adapter {copy / place}")
+    models.load_checkpoint(copy / place, hf.AutoModelForCausalLM, plain=True)
 
 
 @pytest.mark.parametrize("base", ["base", "../base"])
@@ -188,7 +216,7 @@ def test_a_relative_base_may_begin_here_or_at_the_adapter(tmp_path, copy, base, 
         rewrite(tmp_path / "lora", name="adapter_config.json", base_model_name_or_path=name)
         refused(tmp_path / "lora", f"its base model {re.escape(name or '(none)')}: can't be loaded")
     copy.rename(tmp_path / "base")
-    assert Path(models.base_of(tmp_path / "lora")).samefile(tmp_path / "base")
+    assert Path(lora.base_of(tmp_path / "lora")).samefile(tmp_path / "base")
     cut(tmp_path / "lora" / "adapter_model.safetensors", -50)
     refused(tmp_path / "lora", "is it complete?")
 
@@ -272,7 +300,7 @@ def test_a_checkpoint_is_read_back_before_it_counts(tmp_path, agent, value_net, 
     with pytest.raises(UserError, match="no weights for"):
         models.save_checkpoint(policy.model, policy.chat, out)
     with pytest.raises(UserError, match="no weights for"):
-        train_qnet.save(net, argparse.Namespace(out=out, precision="float32"), None)
+        train_qnet.save(net, out, None, "float32")
     assert not out.exists()
 
 
@@ -310,17 +338,39 @@ def test_a_training_that_cannot_train_what_was_asked_says_so(tmp_path, agent, va
     with pytest.raises(UserError, match="a QNet, not an agent"):
         models.prepare_training(net)
     with pytest.raises(UserError, match="tiny model is trained from scratch"):
-        sft.arguments(["--lora", "8"])
+        sft.load(sft.Config(lora=8), FakeEnv(), [])
 
 
-def test_a_gguf_file_is_read_in_full_width(tmp_path):
-    """As llama.cpp keeps it; few bits could not be saved."""
+@pytest.mark.parametrize("name", ["mamba2", "llama4_text", "phimoe"])
+def test_lora_is_tried_before_a_training(name):
+    """By PEFT's refusal, or in the forward of experts that LoRA gives no shape to."""
+    with pytest.raises(UserError, match=r"--lora can't train it \((ValueError|AttributeError)") as error:
+        models.prepare_training(tiny(name), rank=2)
+    assert "\n" not in str(error.value)
+
+
+ROPE = r"its scaling of positions \(RoPE\) can't be read"
+GGUF = [  # what a file says besides, and why it is refused
+    ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 1.0}, None),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, ROPE),
+    ({"llama.rope.scaling.factor": 8.0}, ROPE),
+    ({"rope_freqs.weight": np.ones(4, np.float32)}, ROPE),
+    ({"llama.logit_scale": 0.0625}, "its logit_scale of 0.0625 can't be read"),
+    ({"llama.attention.sliding_window": 77}, "its attention.sliding_window of 77 can't be read"),
+]
+
+
+@pytest.mark.parametrize(("more", "reason"), GGUF)
+def test_a_gguf_file_is_read_in_full_width_or_refused(tmp_path, more, reason):
+    """As llama.cpp keeps it; few bits could not be saved. What transformers leaves at a default is not passed over."""
     gguf = pytest.importorskip("gguf")
     names, writer = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     sizes = {"vocab_size": len(CHAT.tokenizer), "context_length": 512, "embedding_length": 32, "block_count": 2}
-    sizes |= {"feed_forward_length": 64, "head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5}
-    for name, size in sizes.items():
-        getattr(writer, f"add_{name}")(size)
+    sizes |= {"feed_forward_length": 64, "attention.head_count": 4, "attention.head_count_kv": 2}
+    sizes["attention.layer_norm_rms_epsilon"] = 1e-5
+    add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, np.ndarray: writer.add_tensor}
+    for name, value in ({f"llama.{name}": value for name, value in sizes.items()} | more).items():
+        add[type(value)](name, value)
     weights = tiny_lm(CHAT).model.state_dict()
     for name, weight in weights.items():
         writer.add_tensor(names.get_name(f"model.{name}", (".weight",)), weight.numpy())
@@ -328,6 +378,58 @@ def test_a_gguf_file_is_read_in_full_width(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    model = models.load_weights(tmp_path / "m.gguf", hf.AutoModelForCausalLM, {})
+    with pytest.raises(UserError, match=rf"m\.gguf: {reason}") if reason else contextlib.nullcontext():
+        model = models.load_weights(tmp_path / "m.gguf", hf.AutoModelForCausalLM, {})
+    if reason:
+        return
     assert torch.equal(model.get_input_embeddings().weight, weights["embed_tokens.weight"])
     assert models.prepare_training(model, rank=2)
+    refused((tmp_path / "m.gguf").rename(tmp_path / "m-00001-of-00003.gguf"), "one of several files of a model; join")
+
+
+# --------------------------------------------------------------------- settings that are read, and that others read
+
+
+def test_a_model_returns_what_is_asked_and_not_what_its_config_asks(tmp_path):
+    tiny("mixtral").save_pretrained(tmp_path)
+    CHAT.save(tmp_path)
+    outputs = {f"output_{name}": True for name in ("attentions", "hidden_states", "router_logits")}
+    model, _ = models.load_checkpoint(rewrite(tmp_path, return_dict=False, **outputs), hf.AutoModelForCausalLM)
+    assert set(model(input_ids=IDS)) == {"logits", "past_key_values"}
+
+
+SAVED = ("config", "generation_config", "tokenizer_config")
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "context"),
+    [("yarn", 64, 256), ("yarn", 999, 999), ("llama3", 128, 128), ("dynamic", 256, 64), ("default", 128, 128)],
+)
+def test_the_context_and_what_transformers_4_and_servers_read_of_a_checkpoint(kind, length, context, tmp_path):
+    rope = {"rope_type": kind, "rope_theta": 5e5}
+    rope |= {} if kind == "default" else {"factor": 4.0, "original_max_position_embeddings": 64}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    model = tiny_lm(CHAT, max_position_embeddings=length, rope_parameters=rope)
+    assert models.context_of(model.config) == context
+    model.generation_config.temperature = 0.6  # which is not sampled: transformers refuses to save that
+    models.save_checkpoint(model, CHAT, tmp_path / "sft")
+    config, generation, tokenizer = (json.loads((tmp_path / "sft" / f"{name}.json").read_text()) for name in SAVED)
+    assert config["rope_theta"] == 5e5 and config.get("rope_scaling", {"rope_type": "default"})["rope_type"] == kind
+    assert generation["eos_token_id"] == [CHAT.stop_id] and "temperature" not in generation
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    again, _ = models.load_checkpoint(tmp_path / "sft", hf.AutoModelForCausalLM)
+    assert again.config.rope_parameters == model.config.rope_parameters
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_the_template_of_a_processor_is_read_and_a_missing_one_is_told(copy, capsys):
+    def prompt() -> list[int]:
+        return models.load_chat(copy, Rendering()).prompt(State((("user", "walk"),)))
+
+    warn_once.cache_clear()
+    expected, template = prompt(), copy / "chat_template.jinja"
+    (copy / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
+    assert prompt() == expected and not capsys.readouterr().err
+    (copy / "chat_template.json").unlink()
+    assert prompt() != expected and "has no chat template: its prompts are 'User: ..." in capsys.readouterr().err

@@ -10,6 +10,7 @@ from qlass.agent import load_policy
 from qlass.batching import Sample
 from qlass.fast import parity
 from qlass.fast.token_tree import windows_of
+from qlass.foreign import check_cache
 from qlass.messages import State
 
 SMALL = {  # what makes a config small, where it has such a field
@@ -25,6 +26,7 @@ MODELS = {  # by model type: what its config needs besides
     "gpt_oss": {"layer_types": [SWA, FULL] * 2},  # experts too
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 4, "num_heads": 4},
     "lfm2": {"layer_types": ["conv", FULL] * 2},
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 4, "max_seq_len": 512, "expansion_ratio": 2},
 }
@@ -64,3 +66,13 @@ def test_what_cannot_read_token_trees_is_refused(name, tmp_path):
         load_policy(tmp_path)
     first = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")))
     assert load_policy(tmp_path, plain=True).sample([Sample(first, 2, ("t",), 0.0)])
+
+
+def test_plain_decoding_is_tried_behind_a_cache(monkeypatch):
+    """Bamba takes each token behind its cache for the first of the text, unless it is told the position."""
+    model = tiny("bamba")
+    check_cache(model, "agent")
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda position_ids=None, **inputs: forward(**inputs))
+    with pytest.raises(UserError, match="agent: a token read behind a cache gets other logits"):
+        check_cache(model, "agent")

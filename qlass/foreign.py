@@ -1,0 +1,192 @@
+"""Checkpoints that other programs made or will read: opened where one needs more than
+from_pretrained, so that nothing of it is dropped without a word."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GgufConfig, ProcessorMixin
+
+from qlass import UserError
+from qlass.chat import Chat, warn_once
+from qlass.files import read_object
+from qlass.policy import next_logits
+
+# A GGUF file's tensors that scale the frequencies of positions, by Llama 3.1 and by longrope.
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+WAY_OUT = "name the checkpoint that it was made from"
+
+
+# ------------------------------------------------------------------------------------------ GGUF
+
+
+def source_of_gguf(file: Path) -> dict[str, Any]:
+    """from_pretrained's arguments for a file. UserError for a part of a model, which it would take
+    for the whole: llama.cpp knows parts by their names."""
+    if re.search(r"-\d+-of-\d+$", file.stem):
+        advice = "join them by llama.cpp's llama-gguf-split"
+        raise UserError(f"{file}: is one of several files of a model; {advice}")
+    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+
+
+def load_gguf(place: dict[str, Any], kind: Any, options: dict[str, Any]) -> tuple[Any, dict]:
+    """from_pretrained's model and report, in full width: few bits can't be saved, nor get a value
+    head or LoRA. UserError if the model would compute something else than the file says."""
+    from gguf import GGUFReader
+
+    path = Path(place["pretrained_model_name_or_path"], place["gguf_file"])
+    reader = GGUFReader(path)
+    refuse_scaled_positions(path, reader)
+    options = {"quantization_config": GgufConfig(dequantize=True), **options}
+    model, report = kind.from_pretrained(**place, **options)
+    refuse_unread_settings(path, reader, model.config)
+    return model, report
+
+
+def settings_of(reader: Any) -> dict[str, Any]:
+    """What a GGUF file says of its architecture, as "rope.freq_base" to its value."""
+    prefix = reader.fields["general.architecture"].contents() + "."
+    settings = {}
+    for name, field in reader.fields.items():
+        if name.startswith(prefix):
+            settings[name.removeprefix(prefix)] = field.contents()
+    return settings
+
+
+def refuse_scaled_positions(path: Path, reader: Any) -> None:
+    """UserError for a file with a scaling of positions, which transformers drops."""
+    settings = settings_of(reader)
+    kind = settings.get("rope.scaling.type", "none")
+    factors = [settings.get("rope.scaling.factor", 1), settings.get("rope.scale_linear", 1)]
+    tensors = [tensor.name for tensor in reader.tensors if tensor.name in FACTORS]
+    if kind != "none" or factors != [1, 1] or tensors:
+        raise UserError(f"{path}: its scaling of positions (RoPE) can't be read; {WAY_OUT}")
+
+
+def refuse_unread_settings(path: Path, reader: Any, config: Any) -> None:
+    """UserError for a number that the configuration has nowhere: a default stands in its place."""
+    known = [*numbers(config.to_dict())]
+    for name, value in settings_of(reader).items():
+        if name == "rope.dimension_count" or not isinstance(value, int | float):
+            continue
+        if not any(math.isclose(value, number, rel_tol=1e-6) for number in known):
+            raise UserError(f"{path}: its {name} of {value} can't be read; {WAY_OUT}")
+
+
+def numbers(settings: dict[str, Any]) -> Iterator[float]:
+    """All numbers of a configuration and its parts; a truth value is one."""
+    for value in settings.values():
+        if isinstance(value, dict):
+            yield from numbers(value)
+        elif isinstance(value, int | float):
+            yield value
+
+
+# ------------------------------------------------------- weights, tokens and templates out of place
+
+
+def unread_weights(model: Any, keys: Iterable[str]) -> Iterator[str]:
+    """Of keys for which a model has no place, those that it would compute without.
+
+    They belong to a layer that has other weights (an update that is not merged, a scale of few
+    bits), or are one layer more in a list of layers. What predicts later tokens, images, the output
+    layer, and the scales of a cache in few bits may be left out; masks and frequencies are
+    computed.
+    """
+    outer = re.compile(rf"(base_model\.model\.)?({model.base_model_prefix}\.)?")
+    names = [outer.sub("", name, count=1) for name, _ in model.named_parameters()]
+    layers = tuple(name.rpartition(".")[0] + "." for name in names)
+    lists = tuple(re.split(r"(?<=\.)\d+\.", name)[0] for name in names)
+    config = model.config.get_text_config()
+    predicts_later = getattr(config, "num_nextn_predict_layers", 0)
+    for key in keys:
+        name = outer.sub("", key, count=1)
+        number = re.search(r"\.(\d+)\.", name)
+        if predicts_later and number and int(number[1]) >= config.num_hidden_layers:
+            continue
+        if name.endswith(("k_scale", "v_scale", "q_scale", "output_scale")):
+            continue
+        if name.startswith(layers) or (name.startswith(lists) and name.endswith(".weight")):
+            yield key
+
+
+def refuse_unknown_tokens(path: str | Path, model: Any, chat: Chat) -> None:
+    """UserError if a prompt or a text can have a token that the model has no embedding of."""
+    size = model.get_input_embeddings().num_embeddings
+    template = chat.begin + chat.ask + chat.stop + chat.turn
+    for token, i in chat.tokenizer.get_vocab().items():
+        if i >= size and (token in template or not chat.controls.fullmatch(token)):
+            advice = "give it the tokenizer that its weights were made with"
+            raise UserError(f"{path}: no embedding for the token {token!r}; {advice}")
+
+
+def template_of_processor(path: str | Path) -> Any:
+    """A multimodal model's chat template, which is among the files of its processor; None, with a
+    warning, if there is none either."""
+    template = None
+    if Path(path).suffix != ".gguf":
+        processor, _ = ProcessorMixin.get_processor_dict(path)
+        template = processor.get("chat_template")
+    if not template:
+        warn_once(f"{path} has no chat template: its prompts are 'User: ... Assistant: ...'")
+    return template
+
+
+@torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
+def check_cache(model: Any, name: str) -> None:
+    """UserError if tokens behind a cache do not get the logits that they get in the whole text."""
+    size = model.get_input_embeddings().num_embeddings
+    ids = [size * i // 12 for i in range(1, 12)]
+    if model.get_output_embeddings() is None:  # a QNet's backbone, which is read without a cache
+        model(input_ids=torch.tensor([ids], device=model.device))
+        return
+    _, past = next_logits(model, ids[:5])
+    if not past:
+        return
+    differences = []
+    for end in range(6, 12):
+        logits, past = next_logits(model, ids[end - 1 : end], past, end - 1)
+        whole, _ = next_logits(model, ids[:end])
+        differences.append((logits - whole).float().abs().mean() / whole.float().abs().mean())
+    # Rounding alone may send a token to other experts, but not most tokens.
+    difference = float(torch.stack(differences).median())
+    exact = model.dtype == torch.float32 and not getattr(model, "is_quantized", False)
+    if difference > (0.01 if exact else 0.1):
+        problem = f"a token read behind a cache gets other logits, by {difference:.1%}"
+        raise UserError(f"{name}: {problem}: its model class can't write token by token")
+
+
+# ------------------------------------------------------------------------------- transformers 4
+
+
+def write_old_names(folder: Path) -> None:
+    """Write into a checkpoint what transformers 4 reads. It would take its own defaults for RoPE's
+    settings (rope_theta 10,000), and refuse the tokenizer."""
+    config = read_object(folder / "config.json")
+    for part in (config, config.get("text_config", {})):
+        rope = part.get("rope_parameters") or {}
+        if rope and config["model_type"].startswith("gemma3"):  # it has another for its windows
+            part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = rope["full_attention"]
+        if "rope_theta" in rope:
+            part["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            part["rope_scaling"] = rope
+    write(config, folder / "config.json")
+    tokenizer = read_object(folder / "tokenizer_config.json")
+    if tokenizer["tokenizer_class"] == "TokenizersBackend":
+        tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(tokenizer.get("extra_special_tokens"), list):
+        tokenizer["additional_special_tokens"] = tokenizer.pop("extra_special_tokens")
+    write(tokenizer, folder / "tokenizer_config.json")
+
+
+def write(settings: dict[str, Any], file: Path) -> None:
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")
