@@ -4,13 +4,13 @@
 # every score against reference labels, on test tasks.
 #
 #   bash runs/qval.sh webshop|alfworld|frozenlake
+#   JUDGE=FILE.gguf bash runs/qval.sh webshop      also a language model's judgements: a checkpoint's or URL#MODEL's
 #   python -m experiments.qval.downstream runs/webshop/qval runs/alfworld/qval runs/frozenlake/qval \
 #       --out runs/downstream.md
 set -euo pipefail
 ENV=webshop ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
-splits=("${splits[0]}")  # of ALFWorld the unseen one
 
 nets() {  # the agent, its QNet, and nets of the same trees on other targets
     learn_q "$RUN" "$RUN/sft"
@@ -24,11 +24,20 @@ nets() {  # the agent, its QNet, and nets of the same trees on other targets
 }
 play() {  # NAME FLAG...: search with every score that can steer it, at one budget
     played=(--results "$RUN/$1/results.jsonl")  # apart from the run's own: on slippery ice they are of another environment
-    stage -m experiments.qval search "${common[@]}" --run "$RUN" --split "${splits[0]}" "${tasks[@]}" \
+    stage -m experiments.qval search "${common[@]}" --run "$RUN" "${tasks[@]}" \
         --out "${played[1]}" "${@:2}"
 }
 qval() {  # NAME FLAG...: every score against reference labels
-    stage -m experiments.qval "${common[@]}" --run "$RUN" --split "${splits[0]}" --out "$RUN/$1" "${@:2}"
+    stage -m experiments.qval "${common[@]}" --run "$RUN" --out "$RUN/$1" "${@:2}"
+}
+judge() {  # FLAG...: every score and those of JUDGE, where there is one; a small model's replies are short
+    [ -n "${JUDGE:-}" ] || return 0
+    local job flags=("$@" --references exact --judge "$JUDGE" --cache-gb 5)
+    for job in "8 verifier delta_belief direct gvl sequential direct_16" "24 batched ranking" "300 codegen codegen_mean eureka"
+    do
+        qval judge "${flags[@]}" --precision bf16 --judge-tokens "${JUDGE_TOKENS:-${job%% *}}" --scorers ${job#* }
+    done
+    qval judge "${flags[@]}"
 }
 
 clone
@@ -36,7 +45,8 @@ case $ENV in
     webshop)
         nets
         play qval --limit 100 -M 4
-        qval qval --points 300 --trajectories 3 "${played[@]}" --references exact policy -K 4 ;;
+        qval qval --points 300 --trajectories 3 "${played[@]}" --references exact policy -K 4
+        judge --points 100 --trajectories 3 ;;
     alfworld)
         nets
         play qval --limit 70 -M 4
@@ -45,6 +55,7 @@ case $ENV in
         nets
         play qval -M 6
         qval qval --points 200 --trajectories 8 "${played[@]}" --references exact expert policy -K 32
+        judge --points 200 --trajectories 8
         slippery=(--env-option slippery=true --env-option stray=0)
         play slippery -M 6 "${slippery[@]}"
         qval slippery --points 200 --trajectories 8 "${played[@]}" "${slippery[@]}" --references exact expert -K 32

@@ -1,8 +1,9 @@
-"""QVAL: points that replay, labels by brute force, statistics by hand, scorers by script."""
+"""QVAL: points that replay, labels by brute force, statistics by hand, scorers and judges by script."""
 
-import argparse
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ from fakes import FakeEnv, Script, explore, say
 
 import envs
 from build_trees import tree_records
+from experiments import child
 from experiments.qval import __main__ as qval
 from experiments.qval import downstream, metrics, search, targets
 from experiments.qval.metrics import RHO
@@ -18,7 +20,7 @@ from experiments.qval.points import Point, digest, label, trajectory
 from experiments.qval.scorers import Call, Context, Decision, answer, entry
 from qlass import UserError
 from qlass.agent import load_policy
-from qlass.batching import Sample, drive
+from qlass.batching import Candidate, Sample, drive
 from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl, write_jsonl
@@ -110,9 +112,7 @@ def context(tmp_path, agent):
     tree = played(explore(FakeEnv(), "train0", RENDERING, 0, 2, 2, False), policy)
     write_jsonl(tmp_path / "trees.jsonl", tree_records(FakeEnv(), "train0", tree))
     arguments = {"env": "frozenlake", "server": None, "gamma": 0.9, "seed": 0, "run": tmp_path, "sft": agent}
-    context = Context(argparse.Namespace(**arguments))
-    context.cache["sft"] = load_policy(agent)
-    return context
+    return Context(SimpleNamespace(**arguments, judge=None), {"sft": load_policy(agent)})
 
 
 def scored(name, context, actions=ACTIONS):
@@ -131,11 +131,130 @@ def test_what_scores_say(context):
     assert scored("logprob_token", context) == pytest.approx([v / 5 for v in logp])
     shares = scored("vote_share", context, [react("", a) for a in ("left", "right", "fly")])
     assert sum(shares) == 1 and shares[2] == 0
-    assert scored("self_distillation", context) != pytest.approx([0.0, 0.0])
+    hinted, told = scored("self_distillation", context), scored("sdpo_gt", context)
+    assert hinted != pytest.approx([0.0, 0.0]) and told != pytest.approx(hinted)
     actions = [react("", action) for action in ("left", "right", "up")]
     # The root's actions are worth .405 and .36, the least of the tree; the most is .5. "up" occurs nowhere.
     assert scored("tree_bellman", context, actions) == [pytest.approx(0.045 / 0.14), 0, None]
     assert scored("tree_plain", context, actions) == [1, 0, None]  # the branches' rewards
+
+
+class Judge:
+    """A judge by script: `reply` gives what it writes to a request, `p` the probabilities of valid answers."""
+
+    def __init__(self, reply=lambda request: "", p=None):
+        self.reply, self.p, self.requests = reply, p, []
+
+    def sample(self, requests):
+        self.requests += requests
+        return [[Candidate(self.reply(request), 1, 0.0)] * request.n for request in requests]
+
+    def valid_logprobs(self, requests):
+        self.requests += requests
+        with np.errstate(divide="ignore"):
+            return [np.log(self.p(request)) for request in requests]
+
+
+def judged(name, judge, actions=ACTIONS):
+    """A score where a judge is asked: its values, and how many answers there are and cannot be read."""
+    arguments = {"env": "frozenlake", "server": None, "judge": "small", "run": Path(), "sft": None}
+    context = Context(SimpleNamespace(**arguments))
+    context.judge = judge
+    values = scored(name, context, actions)
+    return values, (context.counts["answers"], context.counts["unread"]), context
+
+
+@pytest.mark.parametrize("name, replies, values, counts", [
+    ("direct", ["1: 70", "<think>1: 5</think>2: 20.5"], [70, 20.5], (2, 0)),
+    ("direct", ["1: 70 %", "It is good."], [70, None], (2, 1)),
+    ("direct", ["1: 170", "1: -3"], [None, None], (2, 2)),  # not of the scale
+    ("direct_16", ["1: 30", "1: 40"], [30, 40], (32, 0)),
+    ("gvl", ["**1.** 10", "1) 90"], [10, 90], (2, 0)),
+    ("sequential", ["1: 60", "no"], [60, None], (2, 1)),
+    ("batched", ["1: 60\n2: 40"], [60, 40], (2, 0)),
+    ("batched", ["The scores\n2: 40"], [None, 40], (2, 1)),
+    ("ranking", ["Ranking: 2, 1"], [-1, 0], (2, 0)),
+    ("ranking", ["Not 1, 2 but\nRanking: 1 = 2, as 2 does."], [0, 0], (2, 0)),  # the last one; it may say equal
+    ("ranking", ["Ranking: 2, 2"], [None, None], (2, 2)),
+])  # fmt: skip
+def test_replies_of_a_judge_are_read_and_counted(name, replies, values, counts):
+    rest = iter(replies)
+    judge = Judge(lambda request: next(rest))
+    assert judged(name, judge)[:2] == (values, counts)
+    first, last = judge.requests[0].state.messages, judge.requests[-1].state.messages
+    assert "you stand at start" in first[0][1]
+    assert "1. " + ACTIONS[0] + "\nAfter it the agent would see: Observation: you stand at start left" in first[-1][1]
+    assert last[-2] == ("assistant", "1: 60" if name == "sequential" else first[-2][1])  # it knows its own answers
+
+
+def test_beliefs_of_a_judge_by_hand():
+    letters = {"left": np.eye(20)[0] * 0.5 + np.eye(20)[19] * 0.25, "right": np.zeros(20)}  # p of A and T; of none
+    grades = Judge(p=lambda request: letters["left" if ACTIONS[0] in request.state.messages[-1][1] else "right"])
+    assert judged("verifier", grades)[:2] == ([pytest.approx(2 / 3), None], (2, 1))
+
+    def yes_or_no(request):
+        text = request.state.messages[-1][1]
+        return np.array([0.3, 0.1] if ACTIONS[0] in text else [0.0, 0.4] if ACTIONS[1] in text else [0.2, 0.2])
+
+    values = [pytest.approx(math.log(0.75) - math.log(0.5)), None]
+    assert judged("delta_belief", Judge(p=yes_or_no))[:2] == (values, (3, 1))
+
+
+HEAD = "So:\n```python\ndef signal_function(state, action, next_state):\n    return "
+LENGTH, TURNS = HEAD + "len(action)\n```", HEAD + "next_state.count('left') - state.count('left')\n```"
+
+
+def test_functions_of_a_judge_by_hand():
+    values, counts, context = judged("codegen", Judge(lambda request: LENGTH))
+    assert (values, counts) == ([4, 5], (2, 0)) and context.counts["sources"] == [LENGTH[14:-3]]
+    several = Judge()
+    several.sample = lambda requests: [[Candidate(text, 1, 0.0) for text in (LENGTH, TURNS, "none", HEAD + "\n```")]]
+    assert judged("codegen_mean", several)[:2] == ([(4 + 2) / 2, (5 + 0) / 2], (8, 4))  # two have no values
+
+    choices = iter(["Function 2 is.", "the first", "3"])  # of each round; what cannot be read is the first
+
+    def improves(request):
+        return next(choices) if "Which function" in request.state.messages[-1][1] else LENGTH
+
+    judge = Judge(improves)
+    assert judged("eureka", judge)[:2] == ([4, 5], (3 + 2, 1))
+    asked = [request.state.messages[-1][1] for request in judge.requests]
+    assert ["Improve on this" in text for text in asked] == [False, False, True, False, True, False]
+    assert "Function 4: [4.0, 5.0]" in asked[1] and [request.n for request in judge.requests] == [4, 1] * 3
+
+
+def test_written_code_runs_in_a_process_of_its_own_and_not_for_long(capfd, monkeypatch):
+    source = "def f(x):\n    print(x)\n    while x == 4: pass\n    return 1 / (x - 1) if x - 2 else float('inf')"
+    assert child.values("f", source, [(0,), (1,), (2,), (3,), (4,), (5,)], seconds=1) == [
+        -1,
+        None,
+        None,
+        0.5,
+        None,
+        None,
+    ]
+    assert child.values("f", "def f(x): return len(bytes(x))", [(1 << 31,), (3,)]) == [None, 3]  # of memory
+    assert child.values("f", "import os\ndef f(x): os._exit(0)", [(0,)]) == child.values("f", "", [(0,)]) == [None]
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert child.values("f", "import os\ndef f(): return 'OPENAI_API_KEY' in os.environ", [()]) == [0]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_qvals_published_files_load_as_scores(tmp_path):
+    def write(name, values, form="", counts=None):
+        config = {"prediction_format": form, "candidate_counts": counts} if form else {}
+        record = {"method_name": name, "method_type": "eval", "values": values, "config": config, "metadata": {}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+        return str(tmp_path / f"{name}.json")
+
+    ranked = write("ranking_qv", [1.0, 2.0, 3.0, None, None], "ranking_predicted", [3, 2])
+    assert qval.read_predictions(ranked) == [[-1, -2, -3], [None, None]]
+    assert qval.read_predictions(write("direct_qv", [0.5, None])) == [[0.5], [None]]
+    labels = write("gt", [0.9, 0.5, 0.5, 0.0, 1.0, 1.0], "ranking_q_values", [3, 2, 1])
+    scores = write("sdpo_qv", [0.1, 0.2, 0.3, 1.0, 2.0], "ranking_scores", [3, 2])
+    ranks, others = (line.split(" | ") for line in qval.published(labels, ranked, scores).splitlines()[-2:])
+    # On the two states that all files have rho is sqrt(3) / 2 and unknown; -sqrt(3) / 2 and 1.
+    assert [*ranks[1:3], ranks[6]] == ["published", "0.866", "0.600"] and others[2].startswith("0.067")
 
 
 def test_equal_scores_are_taken_at_random_and_missing_ones_last():
@@ -188,6 +307,21 @@ def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
     assert set(labels) == {"exact", "policy max", "policy mean"}
     assert [labels["exact"][name][RHO]["mean"] for name in ("oracle", "step_index")] == pytest.approx([1, 0])
     assert "| 4 scorers, 5 tasks |" in capsys.readouterr().out  # the step index is of the state alone
+
+
+def test_a_study_with_a_checkpoint_as_judge(study, tmp_path, agent, capsys):
+    names = ["random", "verifier", "delta_belief", "direct", "ranking"]
+    flags = ["--judge", str(agent), "--judge-tokens", "4", "--scorers", *names]
+    rows = study(*flags)["exact"]
+    assert {*rows} == {"random", *(f"{name}=sft" for name in names[1:])}
+    record = json.loads((tmp_path / "qval" / "predictions" / "direct=sft.json").read_text())
+    answers, unread = (record["metadata"][key] for key in ("answers", "unread"))
+    assert answers == sum(map(len, record["metadata"]["candidate_values"])) == unread  # random weights write nonsense
+    assert rows["direct=sft"]["unread"] == f"{unread} of {answers}" and rows["verifier=sft"]["unread"] == "–"
+    assert rows["verifier=sft"]["coverage"] == 1 and rows["direct=sft"]["coverage"] == 0
+    assert f"| {unread} of {answers} |" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--judge"):
+        study("--scorers", "direct")
 
 
 def test_td_and_mc_targets_by_hand():

@@ -5,69 +5,73 @@
 
     python -m experiments.qval --env frozenlake --env-option map=random8
     python -m experiments.qval search --env frozenlake -M 6    # every score steers the search
+    python -m experiments.qval published LABELS.json FILE.json ...    # QVAL's own predictions by its own labels
 
 This is the test of QVAL (Hernandez-Gutierrez et al.), which asks whether a score orders the actions of a state as their
 true value does. Files that are there already are kept. With --results of `search` the report also says which figure of
 alignment predicts the reward; experiments.qval.downstream does so over several environments.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
 import sys
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import pandas as pd
 from tqdm import tqdm
+from tyro.conf import arg
 
 import envs
 from experiments import drive_in_order
 from experiments.qval import downstream, metrics, report, search
 from experiments.qval.points import REFERENCES, Point, distinct, drawn, label, trajectory
-from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
+from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, available, entry, inputs
 from qlass import UserError, files, runs
 from qlass.agent import begin_as_cloned
 from qlass.batching import Sample
 from qlass.chat import Rendering
-from qlass.flags import Parser, add_sampling, at_least, run_stage
+from qlass.config import Positive, Share, free, read, run_stage
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
-    flags = Parser(__doc__)
-    add = flags.add_argument
-    add("--points", type=at_least(1), default=200, metavar="N", help="states (default: %(default)s)")
-    add("--split", default="test", help="tasks that they are from (default: %(default)s)")
-    add("--trajectories", type=at_least(1), default=1, metavar="N", help="a task (default: %(default)s)")
-    actors, share = ["agent", "expert", "random"], at_least(0, float, most=1)
-    add("--actor", choices=actors, default="agent", help="behaviour policy (default: %(default)s)")
-    add("--epsilon", type=share, default=0.25, help="its share of uniform valid actions (default: %(default)s)")
-    add("--candidates", type=at_least(1), default=4, metavar="N", help="actions a state (default: %(default)s)")
-    add("--references", nargs="+", metavar="NAME", help="exact, planner, expert, policy (default: all but policy)")
-    add("-K", type=at_least(1), default=32, help="rollouts of the reference policy (default: %(default)s)")
-    add("--gamma", type=share, default=0.95, help="discount of the labels (%(default)s, QVAL)")
-    add("--scorers", nargs="+", metavar="NAME", help="default: all whose inputs are there")
-    add("--against", default="random", metavar="NAME", help="the scorer that others are compared with (%(default)s)")
-    add("--results", type=Path, metavar="FILE", help="of `search`: rewards to predict")
-    add("--sft", type=Path, help="the agent (default: RUN/sft, made if missing)")
-    add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
-    add_sampling(flags)
-    args = runs.parse(flags, argv, search=True)
-    args.out = args.out or args.run / "qval"
-    there = REFERENCES.get(args.env, ("policy",))
-    args.references = args.references or [name for name in there if name != "policy"] or ["policy"]
-    for name in set(args.references) - {*there}:
-        raise UserError(f"{args.env}: no {name} labels; choose among {', '.join(there)}")
-    return args
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Judge):
+    stage: ClassVar[str] = "qval"
+    plays_elsewhere: ClassVar[bool] = True
+
+    points: Positive = 200  # states
+    split: str = "test"  # tasks that they are from
+    trajectories: Positive = 1  # of a task
+    actor: Literal["agent", "expert", "random"] = "agent"  # behaviour policy
+    epsilon: Share = 0.25  # its share of uniform valid actions
+    candidates: Positive = 4  # actions of a state
+    references: tuple[str, ...] = ()  # exact, planner, expert, policy (all but policy)
+    K: Annotated[Positive, arg(aliases=["-K"])] = 32  # rollouts of the reference policy
+    gamma: Share = 0.95  # discount of the labels, as QVAL has it
+    scorers: tuple[str, ...] = ()  # all whose inputs are there
+    against: str = "random"  # the scorer that others are compared with
+    results: Path | None = free(None)  # of `search`: rewards to predict
+    sft: Path | None = free(None)  # the agent (RUN/sft, made if missing)
+    out: Path = free(Path("RUN/qval"))
+
+
+def settings_of(argv: list[str]) -> Config:
+    config = read(Config, __doc__, argv)
+    there = REFERENCES.get(config.env, ("policy",))
+    references = config.references or tuple(name for name in there if name != "policy") or ("policy",)
+    for name in set(references) - {*there}:
+        raise UserError(f"{config.env}: no {name} labels; choose among {', '.join(there)}")
+    out = config.run / "qval" if config.out == Config.out else config.out
+    return dataclasses.replace(config, references=references, out=out)
 
 
 @dataclasses.dataclass
-class Run:
+class Study:
     """Makes the files of a study, each if it is not there."""
 
-    args: argparse.Namespace
+    config: Config
     env: envs.TextEnv
     context: Context
     rendering: Rendering
@@ -79,16 +83,17 @@ class Run:
 
     def kept(self, name: str, lines: Iterable[dict], flags: Iterable[str], **inputs: Path | None) -> list[dict]:
         """The lines of a file, made first if it is not there. flags, inputs: what it depends on."""
-        path, settings = self.args.out / name, runs.only(self.args, *runs.SHARED, *flags)
-        recipe = runs.claim(path, settings, inputs)
+        path = self.config.out / name
+        settings = {flag: getattr(self.config, flag) for flag in ("seed", *flags)} | self.env.settings
+        recipe = runs.claim(path, runs.recipe_of(settings, inputs), self.config.overwrite)
         if not path.exists():
-            runs.write_meta(path, settings, recipe, inputs)
+            runs.write_meta(path, self.config, recipe, inputs)
             files.write_jsonl(path, lines)
         return list(files.read_jsonl(path))
 
     def points(self) -> list[Point]:
         """points.jsonl: the states that the behaviour policy visits."""
-        args, tasks = self.args, self.env.task_ids(self.args.split)
+        args, tasks = self.config, self.env.task_ids(self.config.split)
         actor = args.actor, args.epsilon, args.candidates, self.rendering, args.seed
         walks = (trajectory(self.env.fork(), task, n, *actor) for n in range(args.trajectories) for task in tasks)
         points = distinct(self.driven(walks, "trajectories", args.trajectories * len(tasks)))
@@ -101,7 +106,7 @@ class Run:
 
     def returns(self, reference: str, points: list[Point]) -> list[list[float]]:
         """labels-REFERENCE.jsonl: the returns of each candidate, (candidates, K)."""
-        args, repeated = self.args, drawn(reference, points[0].task_id)
+        args, repeated = self.config, drawn(reference, points[0].task_id)
         K = args.K if repeated else 1
         places = [(point, i, k) for point in points for i in range(len(point.candidates)) for k in range(K)]
         labels = (label(self.env.fork(), *place, reference, args.gamma, self.rendering) for place in places)
@@ -116,21 +121,25 @@ class Run:
         records = self.kept(f"labels-{reference}.jsonl", map(line, points), flags, **inputs)
         return [row for record in records for row in record["returns"]]
 
-    def values(self, name: str, chosen: Entry, points: list[Point]) -> list[list[float | None]]:
-        """predictions/NAME.json, in QVAL's layout: what a score gives to the actions taken and, as metadata, to all."""
-        path = self.args.out / "predictions" / f"{name}.json"
+    def values(self, name: str, chosen: Entry, points: list[Point]) -> dict[str, Any]:
+        """predictions/NAME.json, in QVAL's layout: what a score gives to the actions taken. Returns its metadata, which
+        has the values of all candidates and, of a judge, how many answers there are and how many cannot be read."""
+        path = self.config.out / "predictions" / f"{name}.json"
         if not path.exists() or any(runs.outdated(path)):
-            sources = {"points": self.args.out / "points.jsonl", **inputs(chosen, self.context)}
-            recipe = runs.claim(path, argparse.Namespace(**vars(self.args) | {"overwrite": True}), sources)
+            sources = {"points": self.config.out / "points.jsonl", **inputs(chosen, self.context)}
+            recipe = runs.recipe_of(self.config.recipe() | self.env.settings, sources)
+            runs.claim(path, recipe, overwrite=True)
+            self.context.counts.clear()
             lines = (predict(self.env.fork(), point, chosen, self.context) for point in points)
             values = list(self.driven(lines, name, len(points)))
             taken = [candidates[point.taken] for candidates, point in zip(values, points, strict=True)]
             metadata = {"ranking_point_hashes": [point.hash for point in points], "candidate_values": values}
+            metadata |= self.context.counts  # of a judge's answers
             record = {"method_name": name, "method_type": "eval", "values": taken, "config": {}, "metadata": metadata}
             with files.replacing(path) as out:
                 json.dump(record, out, indent=1)
-            runs.write_meta(path, self.args, recipe, sources)
-        return files.read_object(path)["metadata"]["candidate_values"]
+            runs.write_meta(path, self.config, recipe, sources)
+        return files.read_object(path)["metadata"]
 
 
 def predict(env: envs.TextEnv, point: Point, chosen: Entry, context: Context) -> Generator[Any, Any, list]:
@@ -141,29 +150,58 @@ def predict(env: envs.TextEnv, point: Point, chosen: Entry, context: Context) ->
     return [None if value is None else float(value) for value in values]
 
 
+def read_predictions(path: str) -> list[list[float | None]]:
+    """A file in QVAL's layout: the values of each point's candidates, of a ranking minus their places."""
+    record = files.read_object(Path(path))
+    counts = record["config"].get("candidate_counts") or [1] * len(record["values"])
+    sign = -1 if record["config"].get("prediction_format") == "ranking_predicted" else 1
+    values = iter([value if value is None else sign * value for value in record["values"]])
+    return [list(itertools.islice(values, n)) for n in counts]
+
+
+def published(labels: str, *paths: str) -> str:
+    """The table of QVAL's own files of predictions by its labels, on the points that all of them have."""
+    rows = {Path(path).stem: read_predictions(path) for path in (labels, *paths)}
+    n = min(map(len, rows.values()))
+    points = [Point(str(i), [], [""] * len(row), 0, "", "") for i, row in enumerate(read_predictions(labels)[:n])]
+    study = report.Study(points, against=Path(paths[0]).stem)
+    values = {name: metrics.series(row[:n], study.index) for name, row in rows.items()}
+    study.returns["published"] = values.pop(Path(labels).stem).to_frame(0)
+    study.scores, study.families = values, dict.fromkeys(values, "published")
+    label = study.labels()["published"]
+    return report.table(study, "published", label, report.alignments(study, label))
+
+
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["search"]:
         return search.main(argv[1:])
-    args = arguments(argv)
-    env = envs.from_arguments(args)
-    if args.actor == "agent" or "policy" in args.references:
-        args.sft = runs.need(args.sft, args.run / "sft", "sft", args)
-    context = Context(args)
-    chosen = {name: entry(name, context) for name in args.scorers or available(context)}
-    rendering = context.agent().chat.rendering if args.sft else Rendering()
-    begin_as_cloned(env, rendering, args)
-    run = Run(args, env, context, rendering)
-    study = report.Study(run.points(), args.against)
-    if args.overwrite:
-        files.discard(args.out / "predictions")
-    for reference in args.references:
+    if argv[:1] == ["published"]:
+        return print(published(*argv[1:]))
+    config = settings_of(argv)
+    env = envs.from_config(config)
+    if config.actor == "agent" or "policy" in config.references:
+        config = dataclasses.replace(config, sft=runs.find_or_make(config.sft, "sft", "sft", config))
+    context = Context(config)
+    chosen = {context.title(name): entry(name, context) for name in config.scorers or available(context)}
+    rendering = context.agent().chat.rendering if config.sft else Rendering()
+    begin_as_cloned(env, rendering, config)
+    run = Study(config, env, context, rendering)
+    study = report.Study(run.points(), config.against)
+    if config.overwrite:
+        files.discard(config.out / "predictions")
+    for reference in config.references:
         study.returns[reference] = pd.DataFrame(run.returns(reference, study.points), study.index)
     for name, score in chosen.items():
         study.families[name] = score.family
-        study.scores[name] = metrics.series(run.values(name, score, study.points), study.index)
-    title = " ".join([args.env, *args.env_option, f"({args.split}, {args.actor}, epsilon {args.epsilon})"])
-    print(report.write(study, args.out, title, downstream.rewards(args.results, env.name) if args.results else {}))
+        metadata = run.values(name, score, study.points)
+        study.scores[name] = metrics.series(metadata["candidate_values"], study.index)
+        if unread := metadata.get("unread"):
+            study.unread[name] = f"{unread:,} of {metadata['answers']:,}"
+    title = " ".join([config.env, *config.env_option, f"({config.split}, {config.actor}, epsilon {config.epsilon})"])
+    print(
+        report.write(study, config.out, title, downstream.rewards(config.results, env.name) if config.results else {})
+    )
 
 
 if __name__ == "__main__":

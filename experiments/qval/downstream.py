@@ -6,7 +6,6 @@ The folders are what `python -m experiments.qval --results FILE` wrote. For seve
 mean of the environments' own, since neither rewards nor alignments compare between environments.
 """
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -15,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
+from tyro.conf import Positional
 
 from experiments.qval.metrics import RHO, markdown
 from qlass import UserError
+from qlass.config import parse, run_stage
 from qlass.files import replacing, warn
-from qlass.flags import run_stage
 from qlass.runs import outdated
 from reporting.results import lines_of
 from reporting.stats import Estimate
@@ -108,19 +108,22 @@ def table(studies: Sequence[Played]) -> str:
     return "\n\n".join(markdown(rows.reset_index()) for rows in tables)
 
 
+@dataclasses.dataclass(frozen=True)
+class Config:
+    folders: Positional[tuple[Path, ...]] = ()  # with alignment.json, one an environment
+    out: Path = Path("downstream.md")  # the table
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folders", type=Path, nargs="+", help="with alignment.json, one an environment")
-    parser.add_argument("--out", type=Path, default=Path("downstream.md"), help="table (default: %(default)s)")
-    args = parser.parse_args(argv)
+    config = parse(Config, argv, doc=__doc__)
     studies = []
-    for folder in args.folders:
+    for folder in config.folders:
         study = played(json.loads((folder / "alignment.json").read_bytes()))  # with NaN, where nothing was measured
         if study is None:
             raise UserError(f"{folder}: fewer than {LEAST} scores have steered there; run qval with --results")
         studies.append(study)
     text = table(studies) + "\n"
-    with replacing(args.out) as out:
+    with replacing(config.out) as out:
         out.write(text)
     print(text)
 

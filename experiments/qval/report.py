@@ -14,14 +14,15 @@ from experiments.qval.points import EXACT, Point
 from qlass.files import replacing
 from reporting.stats import bootstrap
 
-FAMILIES = ["control", "code", "learned", "tree", "policy", "hindsight"]
+FAMILIES = ["control", "code", "learned", "tree", "policy", "hindsight", "self-distillation"]
+FAMILIES += ["direct prompting", "ranking", "intrinsic", "published"]
 NOTE = (
     "rho: Spearman per state, mean of the tasks' means, 95 % over tasks (those of one product or lake count as one). "
     "tied: states whose labels are all equal; no rho there. minus {against}: the difference in rho on the states that "
     "both have; of many scores, one in twenty differs by chance. failures last: rho with candidates without a score "
     "ranked last. centred: global Spearman of scores and labels without their state's mean. global, tau: Spearman and "
     "Kendall over all (s, a); actor, actor tau: over the actions taken, QVAL's published figure. top-1, gain: of the "
-    "highest score, ties in expectation."
+    "highest score, ties in expectation. unread: answers of a judge that could not be read."
 )
 
 
@@ -34,6 +35,7 @@ class Study:
     returns: dict[str, pd.DataFrame] = dataclasses.field(default_factory=dict)  # of a reference: (candidates, K)
     scores: dict[str, pd.Series] = dataclasses.field(default_factory=dict)
     families: dict[str, str] = dataclasses.field(default_factory=dict)
+    unread: dict[str, str] = dataclasses.field(default_factory=dict)  # how many answers of how many, of a judge
 
     def __post_init__(self) -> None:
         blocks = [point.block or point.task_id for point in self.points]
@@ -66,7 +68,7 @@ def alignments(study: Study, labels: pd.Series) -> pd.DataFrame:
         blocks = metrics.difference(study.scores[name], study.scores[study.against], labels).dropna()
         beyond[name] = f"{bootstrap(blocks):+}" if len(blocks) else "–"
     rows.insert(2, f"minus {study.against}", beyond)
-    return rows
+    return rows.assign(unread=pd.Series(study.unread, rows.index, dtype=object).fillna("–")) if study.unread else rows
 
 
 def means(rows: pd.DataFrame) -> pd.Series:

@@ -7,11 +7,11 @@ within the state; None means that there is no score. It asks a model by a `Call`
 that are scored side by side, share a batch.
 """
 
-import argparse
 import dataclasses
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +21,28 @@ import bellman
 import envs
 from experiments.qval.points import REFERENCES, exact
 from qlass import UserError
-from qlass.agent import load_agent
-from qlass.batching import Score, ask
+from qlass.agent import load_agent, load_policy, load_qnet, loading
+from qlass.batching import Sample, Score, ask
+from qlass.chat import Rendering
+from qlass.config import Positive, Sampling
 from qlass.files import read_trees
-from qlass.messages import State, parse_action, react, uniforms
+from qlass.messages import State, parse_action, react, uniforms, without_thinking
+from qlass.pairs import pairs_of
 from qlass.policy import Policy
+from qlass.server import ChatPolicy
 from qlass.tiny import task_words
-from train_qnet import load_qnet, pairs_of
 
 Scores = Generator[Any, Any, list[float | None]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judge(Sampling):
+    """The language model that judges, whose functions are run."""
+
+    judge: str | None = None  # chat server URL#MODEL, folder or GGUF file: its scores too
+    judge_tokens: Positive = 1024  # of a reply
+
+
 VOTES = 16
 
 
@@ -70,10 +83,16 @@ class Decision:
 
 @dataclasses.dataclass
 class Context:
-    """What scores are made from: flags, and what is loaded or computed when the first score asks for it."""
+    """What scores are made from: settings, and what is loaded or computed when the first score asks for it."""
 
-    args: argparse.Namespace
+    config: Any  # of `qval` or of its search, with the fields of `Judge`
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    counts: Counter = dataclasses.field(default_factory=Counter)  # of a judge's answers
+
+    def count(self, answers: list[float | None]) -> list[float | None]:
+        """The answers, of which None cannot be read."""
+        self.counts.update(answers=len(answers), unread=answers.count(None))
+        return answers
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self.cache:
@@ -82,15 +101,35 @@ class Context:
 
     def path(self, name: str) -> Path:
         """Where an input lies: sft, trees, a QNet's folder."""
-        named = {"sft": self.args.sft, "trees": self.args.run / "trees.jsonl"}
-        return named.get(name) or self.args.run / name
+        config = self.config
+        named = {"sft": config.sft, "trees": config.run / "trees.jsonl", "judge": config.judge}
+        return Path(named.get(name) or config.run / name)
 
     def agent(self) -> Policy:
-        flags = argparse.Namespace(**vars(self.args) | {"sft": self.path("sft")})
-        return self.cached("sft", lambda: load_agent(flags))
+        return self.cached("sft", lambda: load_agent(self.path("sft"), self.config))
 
     def qnet(self, name: str) -> Any:
-        return self.cached(name, lambda: load_qnet(self.path(name), self.args))
+        return self.cached(name, lambda: load_qnet(self.path(name), self.config))
+
+    def title(self, name: str) -> str:
+        """direct -> direct=MODEL: judgements are kept apart by their judge's model. Other scores' names as they are."""
+        if "judge" not in entry(name, self).needs:
+            return name
+        model = re.split("[#/]", self.config.judge)[-1].removesuffix(".gguf")
+        return f"{name}={model}"
+
+    @cached_property
+    def judge(self) -> Policy | ChatPolicy:
+        """The chat model of --judge: a server's, or a checkpoint's, asked by its chat template."""
+        config, tokens = self.config, self.config.judge_tokens
+        if "://" in config.judge:
+            return ChatPolicy(config.judge, "--judge", tokens, config.seed)
+        settings = loading(self.path("judge"), config) | {"rendering": Rendering(max_new_tokens=tokens, stop=())}
+        return load_policy(config.judge, config.seed, config.cache_gb, **settings)
+
+    def replies(self, requests: list[Sample]) -> list[list[str]]:
+        """What the judge writes, without its thoughts."""
+        return [[without_thinking(reply.text) for reply in drawn] for drawn in self.judge.sample(requests)]
 
 
 Scorer = Callable[[Context, Decision], Scores]
@@ -146,7 +185,7 @@ def in_trees(target: str) -> Scorer:
         def table() -> dict[tuple, list[float]]:
             labels = defaultdict(list)
             for tree in read_trees(context.path("trees")):
-                for pair in pairs_of(bellman.label(tree, target, context.args.gamma)):
+                for pair in pairs_of(bellman.label(tree, target, context.config.gamma)):
                     labels[place(pair.state, pair.action)].append(pair.q)
             return labels
 
@@ -192,14 +231,19 @@ def logprob_token(context: Context, decision: Decision) -> Scores:
     return per_token(context, decision, (yield from logprob(context, decision)))
 
 
-def self_distillation(context: Context, decision: Decision) -> Scores:
-    """The mean log-ratio of an action's tokens with and without the next state in view (SDPO)."""
+def self_distillation(context: Context, decision: Decision, known: bool = False) -> Scores:
+    """The mean log-ratio of an action's tokens with and without the next state in view (SDPO). With the truth `known`,
+    what the best player makes of it is in view too: QVAL's evidence of an expert's rollout."""
     *earlier, (role, content) = decision.state.messages
     calls = []
     for action in decision.candidates:
         after, _ = decision.after(action)
-        hint = (role, f"{content}\nYour action will lead to: {after.messages[-1][1]}")
-        calls.append(Call(context.agent().logprobs, (State((*earlier, hint), decision.state.task), action)))
+        text = f"{content}\nYour action will lead to: {after.messages[-1][1]}"
+        if known:
+            value = exact(decision.env, decision.state, action, context.config.gamma)
+            text += f"\nThe best player then gets {value:.2f}."
+        hinted_state = State((*earlier, (role, text)), decision.state.task)
+        calls.append(Call(context.agent().logprobs, (hinted_state, action)))
     hinted = yield calls
     blind = yield from logprob(context, decision)
     return per_token(context, decision, np.subtract(hinted, blind).tolist())
@@ -221,12 +265,12 @@ class Entry(NamedTuple):
 
 
 SCORERS = {
-    "random": Entry("control", each(lambda c, d, a: uniforms(1, c.args.seed, *d.key, parse_action(a))[0])),
+    "random": Entry("control", each(lambda c, d, a: uniforms(1, c.config.seed, *d.key, parse_action(a))[0])),
     "step_index": Entry("control", each(lambda c, d, a: float(d.env.steps))),
     "untried": Entry("control", each(lambda c, d, a: untried(d.state, a))),
-    "state_value": Entry("control", each(lambda c, d, a: d.env.optimal_value(c.args.gamma)), ("truth",)),
-    "oracle": Entry("control", each(lambda c, d, a: exact(d.env, d.state, a, c.args.gamma)), ("truth",)),
-    "code": Entry("code", each(lambda c, d, a: (lake if c.args.env == "frozenlake" else overlap)(d.state, a))),
+    "state_value": Entry("control", each(lambda c, d, a: d.env.optimal_value(c.config.gamma)), ("truth",)),
+    "oracle": Entry("control", each(lambda c, d, a: exact(d.env, d.state, a, c.config.gamma)), ("truth",)),
+    "code": Entry("code", each(lambda c, d, a: (lake if c.config.env == "frozenlake" else overlap)(d.state, a))),
     "tree_bellman": Entry("tree", in_trees("q"), ("trees",)),
     "tree_average": Entry("tree", in_trees("avg"), ("trees",)),
     "tree_plain": Entry("tree", in_trees("reward"), ("trees",)),
@@ -234,13 +278,14 @@ SCORERS = {
     "logprob_token": Entry("policy", logprob_token, ("sft",)),
     "vote_share": Entry("policy", vote_share, ("sft",)),
     "value_gain": Entry("hindsight", value_gain, ("qnet",)),
-    "self_distillation": Entry("hindsight", self_distillation, ("sft",)),
+    "self_distillation": Entry("self-distillation", self_distillation, ("sft",)),
+    "sdpo_gt": Entry("self-distillation", partial(self_distillation, known=True), ("sft", "truth")),
 }
 
 
 def entries(context: Context) -> dict[str, Entry]:
     """SCORERS, and the nets in folders RUN/qnet*."""
-    nets = sorted(path.name for path in context.args.run.glob("qnet*") if (path / "qnet.json").exists())
+    nets = sorted(path.name for path in context.config.run.glob("qnet*") if (path / "qnet.json").exists())
     return SCORERS | {name: Entry("learned", by_qnet(name), (name,)) for name in nets}
 
 
@@ -249,15 +294,18 @@ def entry(name: str, context: Context) -> Entry:
     chosen = entries(context).get(name)
     if chosen is None:
         raise UserError(f"unknown scorer {name!r}: choose among {', '.join([*SCORERS, 'qnet*'])}")
-    if context.args.server and "sft" in chosen.needs and name != "vote_share":
+    if "judge" in chosen.needs and not context.config.judge:
+        raise UserError(f"scorer {name}: name its language model: --judge URL#MODEL, or a checkpoint")
+    if context.config.server and "sft" in chosen.needs and name != "vote_share":
         raise UserError(f"scorer {name}: --server does not tell log-probabilities: name other scorers")
     return chosen
 
 
 def available(context: Context) -> list[str]:
     """The scores whose inputs are there."""
-    truth = {"truth"} if context.args.env in REFERENCES else set()
-    return [name for name, entry in entries(context).items() if {*entry.needs} <= truth | {*inputs(entry, context)}]
+    there = {"truth"} if context.config.env in REFERENCES else set()
+    there |= {"judge"} if context.config.judge else set()
+    return [name for name, entry in entries(context).items() if {*entry.needs} <= there | {*inputs(entry, context)}]
 
 
 def inputs(entry: Entry, context: Context) -> dict[str, Path]:

@@ -5,7 +5,6 @@
 Result lines have method "scorer" and the score's name as player. What a score costs in tokens is not counted.
 """
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Generator, Sequence
@@ -14,15 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import q_search
-from experiments.compare import Comparison, Variant, parser, with_search
-from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
+from experiments.compare import Variant
+from experiments.qval.judges import JUDGED
+from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, available, entry, inputs
 from qlass import UserError, results, runs
 from qlass.batching import Sample
+from qlass.config import Share, free
 from qlass.messages import State, uniforms
 
-KNOWING = {"oracle", "state_value"}  # the true values: experiments.compare --method oracle_step is their search
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(q_search.Config, Judge):
+    scorer: tuple[str, ...] = free(())  # scores (all whose inputs are there)
+    gamma: Share = 0.95  # discount of the scores that look ahead
+
+
+KNOWING = {"oracle", "state_value", "sdpo_gt"}  # true values: experiments.compare --method oracle_step is their search
 BLIND = {"step_index"}  # of the state alone: it chooses at random, as `random` does
-PEEKING = {"value_gain", "self_distillation"}  # they step each candidate
+PEEKING = {"value_gain", "self_distillation", *JUDGED}  # they step each candidate
 
 
 def decided(scores: Sequence[float | None], key: tuple) -> list[float]:
@@ -44,44 +52,36 @@ class Steered(Variant):
 
     def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
         values = yield from self.entry.scores(self.context, Decision(self.env, state, actions, key))
-        return decided(values, (self.context.args.seed, *key))
+        return decided(values, (self.context.config.seed, *key))
 
 
-def planned(names: Sequence[str], args: argparse.Namespace, context: Context) -> tuple[list[Steered], dict[str, Path]]:
+def planned(config: Config, context: Context) -> tuple[list[Steered], dict[str, Path]]:
     """Search by these scores (none named: by all whose inputs are there), and these inputs."""
-    if args.qnet:
+    if config.qnet:
         raise UserError("--qnet: scores are of the nets in --run; leave it out, or give another --out")
     plan: list[Steered] = []
     paths: dict[str, Path] = {}
-    for name in names or [name for name in available(context) if name not in KNOWING | BLIND]:
+    for name in config.scorer or [name for name in available(context) if name not in KNOWING | BLIND]:
         if name in KNOWING:
             reason = "it knows the true values; experiments.compare --method oracle_step searches with those"
             raise UserError(f"--scorer {name}: {reason}")
         chosen = entry(name, context)
-        how = {"player": name, "looks": name in PEEKING, "entry": chosen, "context": context}
-        for m, n in product(args.M, args.N or [1]):
-            plan.append(Steered("scorer", name, m, n, args.select if n > 1 else None, **how))
+        how = {"player": context.title(name), "looks": name in PEEKING, "entry": chosen, "context": context}
+        for m, n in product(config.M, config.N or (1,)):
+            plan.append(Steered("scorer", how["player"], m, n, config.select if n > 1 else None, **how))
         paths |= inputs(chosen, context)
     return plan, paths
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
-    flags = parser("qval search", __doc__, ", but for --method")
-    what = "scores (default: all whose inputs are there)"
-    flags.add_argument("--scorer", nargs="+", default=[], metavar="NAME", help=what)
-    return with_search(flags, argv)
-
-
 def main(argv: list[str]) -> None:
-    args = arguments(argv)
-    if args.method != ["qlass"]:
+    config = q_search.settings_of(Config, __doc__, argv)
+    if config.method != ("qlass",):
         raise UserError("--method: search follows what --scorer names; q_search.py plays the methods")
-    env, tasks = q_search.environment(args)
-    context = Context(argparse.Namespace(**vars(args) | {"gamma": 0.95}))
-    plan, paths = planned(args.scorer, args, context)
-    chat, models = q_search.load(args, env, any(method.needs_q for method in plan))
+    env, tasks = q_search.environment(config)
+    context = Context(config)
+    plan, paths = planned(config, context)
+    chat, models, used = q_search.load(config, env, any(method.needs_q for method in plan))
     context.cache["sft"] = models[Sample].__self__  # scores ask the agent that is loaded
     models[Call] = answer
-    earlier = {name: runs.input_of(args.out, name) for name in runs.meta_of(args.out)["inputs"]}
-    others = {name: path for name, path in (earlier | paths).items() if name not in ("sft", "qnet")}
-    results.play(args, env, tasks, plan, Comparison(chat).play, models, **others)
+    earlier = {name: runs.input_of(config.out, name) for name in runs.meta_of(config.out)["inputs"]}
+    results.play(config, env, tasks, plan, chat, models, earlier | paths | used)

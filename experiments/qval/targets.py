@@ -8,11 +8,17 @@ td   r + gamma times the mean of the children: where TD(0) settles on the tree's
 mc   the discounted reward of the branch that made the node: the sample that a Monte-Carlo value net regresses on
 """
 
-import argparse
+import dataclasses
+from typing import Literal
 
 import bellman
 from bellman import children_of
-from qlass.flags import run_stage
+from qlass.config import read, run_stage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(bellman.Config):
+    target: Literal["td", "mc"] = "td"  # type: ignore[assignment]  # see above
 
 
 def td(tree: list[dict], gamma: float) -> list[float]:
@@ -31,15 +37,11 @@ def mc(tree: list[dict], gamma: float) -> list[float]:
     return q
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> None:
+    config = read(Config, __doc__, argv)
     bellman.TARGETS |= {"td": td, "mc": mc}
     bellman.NEEDS["mc"] = bellman.NEEDS["reward"]
-    return bellman.arguments(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    arguments(argv)  # before bellman.py reads them, it has two more targets
-    bellman.main(argv)
+    bellman.write_labels(config)
 
 
 if __name__ == "__main__":
