@@ -1,0 +1,82 @@
+"""The weights that QLASS's authors published, as checkpoints of this project (format: Rafa-zy/QLASS at 6f2cdf4).
+
+    python -m integrations.qlass_release QNET --sft AGENT --out RUN/qnet    # writes RUN/qnet and, beside it, RUN/sft
+
+QNET and AGENT: huggingface.co/qlass/qlass-Llama-2-7b-chat-hf-alfworld-Q and -sft, downloaded.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+import transformers as hf
+from tyro import MISSING
+from tyro.conf import Positional
+
+from qlass import UserError
+from qlass.chat import Chat, Rendering
+from qlass.config import parse, run_stage
+from qlass.files import checkpoint_folder, draft_of
+from qlass.models import load_weights, one_line, save_checkpoint
+from train_qnet import QNet
+
+LLAMA_2 = (  # an answer has no space before it, and one after it
+    "{% for m in messages %}{% if m.role == 'user' %}{{ (BEGIN if loop.first else bos_token) + '[INST] ' + m.content"
+    " + ' [/INST]' }}{% else %}{{ m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_3 = (
+    "{% for m in messages %}{{ (BEGIN if loop.first else '') + '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n'"
+    " + m.content + '<|eot_id|>' }}{% endfor %}"
+)
+
+
+def chat_of(folder: Path, qnet: bool = False) -> Chat:
+    """A folder's tokenizer with the release's rendering as its chat template.
+
+    It reads Q at the last token but one: of Llama-2's `</s><s>` this is `</s>`, of Llama-3 the one before `<|eot_id|>`.
+    """
+    with one_line(folder):
+        tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+        llama_3 = "<|eot_id|>" in tokenizer.get_vocab()
+        in_text = tokenizer(tokenizer.bos_token + "[INST]", add_special_tokens=False).input_ids
+        in_front = tokenizer("[INST]").input_ids  # the release's; some tokenizers then begin the text with a space
+        begin = "bos_token" if in_text == in_front else "bos_token + ' '"
+        tokenizer.chat_template = (LLAMA_3 if llama_3 else LLAMA_2).replace("BEGIN", begin)
+        return Chat(tokenizer, Rendering(max_new_tokens=512, stop=(), q_at_end=not (qnet and llama_3)))
+
+
+def qnet_of(folder: Path) -> QNet:
+    """The QNet in pytorch_model.bin: a Llama and a head whose last layer has no bias. UserError names other weights."""
+    with one_line(folder), torch.device("meta"):  # without weights
+        llama = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(folder))
+        qnet = QNet(llama.base_model, chat_of(folder, qnet=True))
+    file = folder / "pytorch_model.bin"
+    with one_line(file):
+        weights = {"mlp.4.bias": torch.zeros(1), **torch.load(file, mmap=True, weights_only=True)}
+    try:
+        torch.nn.ModuleDict({"llama": llama, "mlp": qnet.head}).load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise UserError(f"{file}: no QNet of the release: {' '.join(str(error).split()):.300}") from None
+    qnet.head.float()
+    return qnet
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    qnet: Positional[Path]  # folder of the published QNet
+    sft: Path  # folder of the published agent
+    out: Path  # folder of our QNet; our agent is sft beside it
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse(Config, argv, MISSING, __doc__)
+    out = checkpoint_folder(config.out, config.qnet)
+    agent = checkpoint_folder(config.out.with_name("sft"), config.sft)
+    with draft_of(out) as draft:
+        qnet_of(config.qnet).save_pretrained(draft)
+    weights = load_weights(config.sft, hf.AutoModelForCausalLM, {"dtype": "auto"})
+    save_checkpoint(weights, chat_of(config.sft), agent)
+
+
+if __name__ == "__main__":
+    run_stage(main)

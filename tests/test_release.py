@@ -1,0 +1,210 @@
+"""The authors' published format: random weights in it against its own formula, its prompt, its figures."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from fakes import chat_tokenizer, dump, tiny_lm, word_chat
+from test_checkpoints import Bomb
+from tokenizers import normalizers, pre_tokenizers, processors
+from torch.nn.functional import linear
+
+import q_search
+from environments.alfworld.env import ALFWorldEnv
+from integrations import qlass_evaluation, qlass_release
+from integrations.qlass_evaluation import ALFWorld
+from qlass import UserError
+from qlass.batching import Score
+from qlass.chat import Chat, Rendering
+from qlass.files import read_jsonl
+from qlass.messages import State
+from qlass.results import environment_tokens
+from train_qnet import QNet, scorer
+
+TOKENIZERS = ["llama-2 first", "llama-2 always", "llama-3"]  # SentencePiece adds a space to a text, or to each part
+EXAMPLE = [{"role": "user", "content": "A room.\n\nYour task is to: look."}, {"from": "gpt", "content": "Action: go"}]
+EXAMPLE += [{"role": "user", "content": "Observation: a"}, {"from": "gpt", "content": "Thought: hm\nAction: look"}]
+
+
+def released_tokenizer(name: str) -> hf.PreTrainedTokenizerFast:
+    """As published: it puts its first token in front of each text, and its template is the checkpoint's own."""
+    family, _, scheme = name.partition(" ")
+    tokenizer = chat_tokenizer(family)
+    backend, token = tokenizer.backend_tokenizer, tokenizer.bos_token
+    if scheme:
+        backend.normalizer = normalizers.Sequence([])
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
+def publish(name: str, folder: Path) -> Path:
+    """Random weights in the release's layout: folder/Q and folder/agent."""
+    tokenizer, llama = released_tokenizer(name), tiny_lm(word_chat(), 5, vocab_size=400, tie_word_embeddings=False)
+    llama.bfloat16()
+    llama.save_pretrained(folder / "agent")
+    llama.config.save_pretrained(folder / "Q")
+    for place in ("agent", "Q"):
+        tokenizer.save_pretrained(folder / place)
+    sizes = {"mlp.0.weight": (1024, 32), "mlp.0.bias": (1024,), "mlp.2.weight": (1024, 1024), "mlp.2.bias": (1024,)}
+    head = {key: torch.randn(size).mul(0.1) for key, size in (sizes | {"mlp.4.weight": (1, 1024)}).items()}
+    weights = {f"llama.{key}": weight for key, weight in llama.state_dict().items()} | head
+    torch.save({key: weight.bfloat16() for key, weight in weights.items()}, folder / "Q" / "pytorch_model.bin")
+    return folder
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def release(request, tmp_path_factory):
+    folder = publish(request.param, tmp_path_factory.mktemp("release"))
+    qlass_release.main([str(folder / "Q"), "--sft", str(folder / "agent"), "--out", str(folder / "run" / "qnet")])
+    return request.param, folder
+
+
+def written(name: str, messages: list[dict]) -> str:
+    """The text that the release writes of messages."""
+    text = ""
+    for message in messages:
+        if name == "llama-3":
+            text += f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n{message['content']}<|eot_id|>"
+        elif message["role"] == "user":
+            text += f"[INST] {message['content']} [/INST]"
+        else:
+            text += f"{message['content']} </s><s>"
+    return text
+
+
+def value(name: str, folder: Path, messages: list[dict]) -> float:
+    """Q of the last message by the release's formula, without any of our code."""
+    weights = torch.load(folder / "Q" / "pytorch_model.bin", weights_only=True)
+    weights = {key: weight.float() for key, weight in weights.items()}
+    llama = hf.LlamaForCausalLM(hf.LlamaConfig.from_pretrained(folder / "Q", dtype="float32"))
+    llama.load_state_dict({key[6:]: weight for key, weight in weights.items() if key.startswith("llama.")})
+    ids = released_tokenizer(name)(written(name, messages), return_tensors="pt").input_ids
+    with torch.no_grad():
+        hidden = llama(ids, output_hidden_states=True).hidden_states[-1][0, -2]
+        hidden = linear(hidden, weights["mlp.0.weight"], weights["mlp.0.bias"]).relu()
+        hidden = linear(hidden, weights["mlp.2.weight"], weights["mlp.2.bias"]).relu()
+        return linear(hidden, weights["mlp.4.weight"]).item()
+
+
+def test_values_are_those_of_the_releases_formula(release):
+    name, folder = release
+    qnet = QNet.from_pretrained(folder / "run" / "qnet")
+    state = State((("user", "Walk.\n---\nYour task is to: look"),), "look")
+    actions = ("Action: look", "Thought: I go.\nAction: go to desk 1", "-1")
+    for _ in range(3):
+        expected = [value(name, folder, state.then(action, "").dump()[:-1]) for action in actions]
+        assert len(set(expected)) == 3
+        for reader in (qnet, scorer(qnet)):
+            [values] = reader.score([Score(state, actions)])
+            assert values == pytest.approx(expected, abs=1e-4 * max(map(abs, expected)))
+        state = state.then(actions[1], "Observation: On the desk 1, you see a pen 2.")
+
+
+def test_the_agent_reads_the_releases_text_and_has_its_settings(release):
+    name, folder = release
+    chat = Chat(hf.AutoTokenizer.from_pretrained(folder / "run" / "sft"), Rendering.load(folder / "run" / "sft"))
+    state = State((("user", "Walk."),)).then("Action: look", "Observation: a desk 1")
+    asked = written(name, state.dump()) + "<|start_header_id|>assistant<|end_header_id|>\n\n" * (name == "llama-3")
+    assert chat.prompt(state) == released_tokenizer(name)(asked).input_ids
+    assert chat.action("a", "")[-1] == chat.stop_id
+    settings = chat.rendering.temperature, chat.rendering.max_new_tokens, chat.rendering.top_p, chat.rendering.top_k
+    assert settings == (0.7, 512, 1.0, 0) and chat.rendering.stop == ()
+    agents = [hf.AutoModelForCausalLM.from_pretrained(folder / place).state_dict() for place in ("agent", "run/sft")]
+    assert all(torch.equal(weight, agents[1][key]) for key, weight in agents[0].items())
+
+
+def prompt_files() -> list[str]:
+    Path("inst.txt").write_text("You act.\n\nAction: <your next action>")
+    Path("icl.json").write_text(json.dumps([EXAMPLE, EXAMPLE]))
+    return ["--env-option", "instruction=inst.txt", "--env-option", "example=icl.json"]
+
+
+OPENING = (
+    "You act.\n\nAction: <your next action>\n---\nHere is an example.\n\nA room.\n\nYour task is to: look.\n"
+    "Action: go\nObservation: a\n\nThought: hm\nAction: look\n\n---\nNow, it's your turn and here is the task.\n"
+)
+
+
+def test_search_by_the_published_weights(release, made):
+    """Whole, by its flags: each candidate's value in the lines is the formula's of the text that the lines tell."""
+    name, folder = release
+    argv = ["--env", "integrations.qlass_evaluation:ALFWorld", *prompt_files(), "--env-option", f"data={made}"]
+    argv += ["--run", str(folder / "run"), "--split", "valid_seen", "--limit", "1", "--overwrite"]
+    q_search.main([*argv, "--max-steps", "3", "--max-new-tokens", "8", "--truncate", "oldest"])
+    [line] = read_jsonl(folder / "run" / "results.jsonl")
+    env = ALFWorldEnv(made)
+    observation, _ = env.reset(options={"task_id": line["task_id"]})
+    assert observation.count("\n\n") == 1
+    messages = [{"role": "user", "content": OPENING + observation.replace("\n\n", "\n")}]
+    differ = 0
+    for step in line["steps"]:
+        for candidate in step["candidates"]:
+            turn = {"role": "assistant", "content": candidate["action"]}
+            expected = value(name, folder, [*messages, turn])
+            assert candidate["q"] == pytest.approx(expected, abs=1e-4 * max(1, abs(expected)))
+        differ += len(step["candidates"]) == 2
+        messages += [{"role": "assistant", "content": step["action"]}, {"role": "user", "content": step["observation"]}]
+    assert line["n_steps"] == 3 and differ
+
+
+def test_the_first_message_holds_instruction_example_and_task(made, capsys):
+    prompt_files()
+    env = ALFWorld("inst.txt", "icl.json", data=made)
+    assert "want the newer `move X to Y`" in capsys.readouterr().err
+    state = State.first(env, *env.reset(options={"task_id": env.task_ids("valid_seen")[0]}))
+    assert len(state.messages) == 1 and env.max_steps == 40
+    chat = word_chat(truncate="oldest", max_new_tokens=5)
+    first = chat.prompt_tokens(state)
+    later = state.then("Action: look", "Observation: hm").then("Action: look", "Observation: hm")
+    assert environment_tokens(chat, [[state]]) == len(first[0])
+    chat.context = len(first[0]) + 5 + sum(map(len, chat.message_tokens(later)[3:]))
+    assert chat.prompt_tokens(later) == [*first, *chat.message_tokens(later)[3:]]  # it stays
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda w: w.pop("mlp.2.bias"), 'Missing key.*"mlp.2.bias"'),
+        (lambda w: w.update({"mlp.6.weight": torch.ones(1)}), 'Unexpected key.*"mlp.6.weight"'),
+        (lambda w: w.update({"mlp.0.weight": torch.ones(8, 32)}), "size mismatch for mlp.0.weight"),
+        (lambda w: w.pop("llama.model.norm.weight"), 'Missing key.*"llama.model.norm.weight"'),
+        (lambda w: [w.pop(key) for key in [*w] if key.startswith("mlp")], 'Missing key.*"mlp.0.weight"'),
+        (lambda w: w.update({"mlp.0.bias": Bomb("struck")}), "can't be loaded"),
+        (lambda w: w.clear(), "Missing key"),
+    ],
+)
+def test_what_is_no_qnet_of_the_release_is_refused_by_key(change, reason):
+    file = publish("llama-3", Path("release")) / "Q" / "pytorch_model.bin"
+    weights = torch.load(file)
+    change(weights)
+    torch.save(weights, file)
+    with pytest.raises(UserError, match=reason) as error:
+        qlass_release.main(["release/Q", "--sft", "release/agent", "--out", "run/qnet"])
+    assert "\n" not in str(error.value) and str(error.value).startswith(str(file))
+    assert not Path("run/qnet").exists() and not Path("struck").exists()
+
+
+def test_figures_of_three_episodes(capsys):
+    wins = {"a/1": "101", "a/2": "011", "b/1": "010", "c/1": "000"}  # in three episodes
+    for episode in range(3):
+        lines = [
+            {"task_id": task, "env": "alfworld", "method": method, "reward": won, "success": won > 0, "tokens": {},
+             "block": task[0]}
+            for task, text in wins.items()
+            for method, won in (("qlass", float(text[episode])), ("oracle_lookahead", 1.0))
+        ]  # fmt: skip
+        Path(f"results-{episode}.jsonl").write_text(dump(lines))
+    qlass_evaluation.main([f"results-{episode}.jsonl" for episode in range(3)])
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("| success [95 %] | games | first | at least two of 3 | any of 3 (oracle) |")
+    means = [[cell for cell in re.split(r" \[[^]]*\] | ?\| ?", row) if cell] for row in rows]
+    assert means == [
+        ["QLASS", "4", "0.250", "0.500", "0.750"],
+        ["look-ahead of the released code (oracle)", "4", "1.000", "1.000", "1.000"],
+    ]
