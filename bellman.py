@@ -1,9 +1,9 @@
 """Stage 3: Q-values on the trees (Eq. 7, Algorithm 3).
 
+    python bellman.py --trees trees.jsonl --gamma 0.9 --target q --out q_labels.jsonl
+
     reads   RUN/trees.jsonl
     writes  RUN/q_labels.jsonl: the same lines with `q_raw` (Eq. 7) and `q` (min-max in the tree)
-
-    python bellman.py --trees trees.jsonl --gamma 0.9 --target q --out q_labels.jsonl
 
 A node stands for the pair (s, a) of its parent's state and its own action: its value is Q(s, a).
 The root has no action: its value counts in the min-max, but no pair is made of it. If all values
@@ -12,17 +12,30 @@ of a tree are equal, q is 0.
 
 from __future__ import annotations
 
-import argparse
+# First, since it says in one line which packages are missing.
+from qlass import UserError  # isort: skip
+
+import dataclasses
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from qlass import UserError
+from qlass.config import Run, Share, free, read, run_stage
 from qlass.files import read_trees
-from qlass.flags import Parser, at_least, run_stage
-from qlass.runs import need, parse, write_at_once
+from qlass.runs import find_or_make, write_at_once
 
-PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Run):
+    stage: ClassVar[str] = "bellman"
+
+    trees: Path | None = free(None)  # RUN/trees.jsonl, made if missing
+    out: Path | None = free(None)  # RUN/q_labels.jsonl
+    gamma: Share = 0.9  # of Eq. (7), for --target q
+    target: Literal["q", "avg", "reward"] = "q"  # Eq. (7), or Section 5.2's others
+    device: str | None = free(None)  # of the stages that make missing trees
+    precision: str | None = free(None)  # of these stages
+
 
 # A tree is the list of its nodes, parents before children. The targets give one value per node.
 
@@ -93,33 +106,24 @@ def metrics(labelled: list[list[dict]]) -> dict[str, Any]:
     return {"tasks": tasks, "trees": len(tasks), "nodes": nodes, "flat_trees": flat}
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
-    add("--out", type=Path, help="default: RUN/q_labels.jsonl")
-    number = at_least(0, float, most=1)
-    add("--gamma", type=number, default=PAPER["gamma"], help="of Eq. (7), for --target q (0.9)")
-    add("--target", choices=TARGETS, default=PAPER["target"], help="q, the default, is Eq. (7)")
-    parser.free("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
-    parser.free("--precision", help=argparse.SUPPRESS)
-    return parse(parser, argv)
+def write_labels(config: Config) -> None:
+    """The stage: q_labels.jsonl of trees.jsonl."""
+    path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
+    out = config.out or config.run / "q_labels.jsonl"
+    trees = read_trees(path, NEEDS.get(config.target, []))
+    labelled = [label(tree, config.target, config.gamma) for tree in trees]
+    if not labelled:
+        raise UserError(f"{path}: holds no trees; build_trees.py writes them")
+    counts = metrics(labelled)
+    of_this_run = path.resolve() == out.resolve().with_name("trees.jsonl")
+    may_change = ["trees"] if of_this_run else []  # the run may get more of them
+    write_at_once(out, config, chain(*labelled), {"trees": path}, may_change, **counts)
+    flat = f"{counts['flat_trees']} of them with all values equal (q = 0)"
+    print(f"{out}: {counts['nodes']} nodes of {counts['trees']} trees, {flat}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    args.trees = need(args.trees, args.run / "trees.jsonl", "build_trees", args)
-    args.out = args.out or args.run / "q_labels.jsonl"
-    if args.trees == args.out.resolve().with_name("trees.jsonl"):
-        args.free.append("trees")  # trees that the run gets later are no other recipe
-    trees = read_trees(args.trees, NEEDS.get(args.target, []))
-    labelled = [label(tree, args.target, args.gamma) for tree in trees]
-    if not labelled:
-        raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
-    counts = metrics(labelled)
-    write_at_once(args.out, args, chain(*labelled), {"trees": args.trees}, **counts)
-    flat = f"{counts['flat_trees']} of them with all values equal (q = 0)"
-    print(f"{args.out}: {counts['nodes']} nodes of {counts['trees']} trees, {flat}")
+    write_labels(read(Config, __doc__, argv))
 
 
 if __name__ == "__main__":

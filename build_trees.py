@@ -1,16 +1,16 @@
 """Stage 2: exploration trees (Section 4.2, Algorithm 2).
 
+    python build_trees.py --env webshop --depth 3 --width 3
+
     reads   RUN/sft/          the behaviour-cloned agent, and the demonstrations it was cloned from
     writes  RUN/trees.jsonl   one node per line, the root of each tree first
-
-    python build_trees.py --env webshop --depth 3 --width 3
 
 For each training task the agent plays rollouts from the root, then from the nodes of branches that
 scored. A node is expanded while it has fewer than W children and its depth is at most D. A
 branch without reward queues nothing, not even the node that it began at.
 
-The paper grows trees on the tasks that the agent was cloned from (--tasks cloned). The default is
-other tasks.
+The paper grows trees on the tasks that the agent was cloned from (--tasks cloned); --tasks new are
+other training tasks.
 
 Where the paper leaves a choice:
 - The expanded node joins its new branch in the queue. Otherwise no node would get W children.
@@ -23,7 +23,9 @@ Where the paper leaves a choice:
 
 from __future__ import annotations
 
-import argparse
+# First, since it says in one line which packages are missing.
+from qlass import Refused, published  # isort: skip
+
 import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -31,21 +33,38 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import envs
-from qlass import published
-from qlass.agent import load_agent
+from qlass.agent import load_agent, settled
 from qlass.batching import Candidate, Sample, ask, drive
 from qlass.chat import Rendering
-from qlass.flags import Parser, add_sampling, natural, positive, real, run_stage
+from qlass.config import Natural, Positive, Sampling, free, read, run_stage
+from qlass.files import warn
 from qlass.messages import State, parse_action, react
-from qlass.models import settle_precision
 from qlass.published import Demonstration
-from qlass.runs import Output, need, parse
+from qlass.runs import Inputs, Output, find_or_make, recipe_of
 
-# D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.
-DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Sampling):
+    """The paper's (Appendix A.2), which does not say W and the bounds."""
+
+    stage: ClassVar[str] = "build_trees"
+
+    sft: Path | None = free(None)  # checkpoint of the agent (RUN/sft, made if missing)
+    out: Path | None = free(None)  # RUN/trees.jsonl
+    depth: Natural | None = None  # D (3 WebShop, 6 ScienceWorld, 8 ALFWorld)
+    width: Positive = 3  # W
+    tasks: Literal["cloned", "new"] = "cloned"  # those of the agent's demonstrations, or others
+    rollouts: Natural = 64  # at most, per tree (0: any)
+    steps: Positive | None = None  # step limit of the agent (the environment's)
+    limit: Natural = free(0)  # number of tasks (0: all)
+    expert: Path | None = free(None)  # demonstrations (those that the agent was cloned from)
+    no_expert: bool = False  # leave out the expert's branch (lines 11-13)
+    prune: Literal["branch", "tail"] = "branch"  # tail: a branch without reward queues 2 nodes
+
+
 EXTRA_DRAWS = 2  # of a rollout's first action, which is to be a new child
 EXTRA_ROLLOUTS = 2  # of a node, beyond W, for those that found no new child
 
@@ -64,7 +83,7 @@ class Node:
     action: str | None = None
     reward: float = 0.0
     done: bool = False
-    cut: float | None = None  # the agent's reward, if its limit ended an episode the expert goes on
+    cut: float | None = None  # what the agent earned at its limit, where the expert went on
     source: str = "root"  # who acted first: "policy" or "expert"
     branch: int = 0  # number of the trajectory that created the node
     expert: bool = False  # the demonstration passes here
@@ -91,7 +110,7 @@ class Explorer:
     task_id: str
     rendering: Rendering
     max_depth: int  # D
-    width: int = DEFAULTS["width"]  # W
+    width: int = 3  # W
     max_rollouts: float = math.inf
     max_steps: float = math.inf  # of the agent's trajectories; a demonstration may be longer
     prune: str = "branch"
@@ -105,21 +124,26 @@ class Explorer:
         demonstrations: tau_0 by task; the environment's expert plays other tasks. None: no expert
         branch (lines 11 to 13).
         """
-        observation, info = self.env.reset(options={"task_id": self.task_id})
-        state = State.first(self.env, observation, info)
-        root = Node(state, observation, self.env.snapshot())  # lines 1-2
+        root = self.root()  # lines 1-2
         queue = deque([root])  # line 3
-        bound = self.max_rollouts if demonstrations is None else self.max_rollouts / 2
-        yield from self.process_queue(queue, bound)  # lines 4-10
-        if demonstrations is not None:
+        if demonstrations is None:
+            yield from self.process_queue(queue, self.max_rollouts)  # lines 4-10
+        else:
+            before_expert = self.max_rollouts / 2
+            yield from self.process_queue(queue, before_expert)  # lines 4-10
             tau = demonstrations.get(self.task_id)
             branch = self.replay(root, tau.actions if tau else None)  # line 11
             # In front of the queue: at its end, the bound would never let them come up.
             queue.extendleft(reversed(branch))  # line 12
-            # The demonstration is a branch, but no rollout.
-            yield from self.process_queue(queue, self.max_rollouts + 1)  # line 13
+            with_expert = self.max_rollouts + 1  # whose branch is no rollout
+            yield from self.process_queue(queue, with_expert)  # line 13
         self.env.close()
         return root
+
+    def root(self) -> Node:
+        observation, info = self.env.reset(options={"task_id": self.task_id})
+        state = State.first(self.env, observation, info)
+        return Node(state, observation, self.env.snapshot())
 
     def process_queue(
         self, queue: deque[Node], bound: float
@@ -129,9 +153,11 @@ class Explorer:
             node = queue.popleft()  # line 5: first in, first out
             if self.may_expand(node):  # line 6
                 branch = yield from self.rollout(node)  # lines 7-8
-                if not (branch[-1].reward or branch[-1].cut):  # line 9: stop expansion
-                    branch = branch[:2] if self.prune == "tail" else []
-                queue.extend(branch)  # line 10; branch[0] is the expanded node
+                end = branch[-1]
+                if end.reward or end.cut:  # line 9: else stop expansion
+                    queue.extend(branch)  # line 10; branch[0] is the expanded node
+                elif self.prune == "tail":
+                    queue.extend(branch[:2])
 
     def may_expand(self, node: Node) -> bool:
         """Line 6, and whether the agent may act here and has not too often found no new child."""
@@ -151,59 +177,59 @@ class Explorer:
             candidates = yield ask(self.env, node.state, draws, noise, self.rendering)
             actions = [candidate.text for candidate in candidates]
             new = [action for action in actions if self.key(action) not in node.children]
-            node = self.step(node, new[0] if new else actions[0], "policy")
+            node = self.step(node, new[0] if new else actions[0])
             branch.append(node)
             draws = 1
         return branch
 
     def replay(self, root: Node, actions: Sequence[str] | None) -> list[Node]:
-        """tau_0, merged into the tree at its root. None: the environment's expert plays."""
+        """tau_0, merged into the tree at its root. None: the environment's expert plays.
+
+        It may be longer than the agent's episodes: an end that only their limit made is taken back.
+        """
         self.branches += 1
         limit = self.env.max_steps
-        if actions and isinstance(limit, int):  # it may be longer than the agent's episodes
+        if actions and isinstance(limit, int):
             self.env.max_steps = max(limit, len(actions))
         self.env.reset(options={"task_id": self.task_id})
         expert = (react(thought, move) for thought, move in self.env.expert(self.task_id))
         node = root
         branch = [root]
+        snapshot = root.snapshot
         for action in actions or expert:
-            if node.done and not self.reopen(node):
-                break
-            node = self.step(node, action, "expert")
+            if node.done:
+                node.cut, node.reward = node.reward, 0.0
+                node.done, node.snapshot = False, snapshot
+            state, reward, done = node.state.act(self.env, action)
+            snapshot = self.env.snapshot()
+            if self.key(action) not in node.children:
+                self.add(node, action, state, reward, done, "expert")
+            node = node.children[self.key(action)]
             node.expert = True
-            self.env.restore(node.snapshot)
             branch.append(node)
-            if node.done and not self.at_limit(node):
+            if done:
                 break
         self.env.max_steps = limit
         return branch
 
-    def at_limit(self, node: Node) -> bool:
-        return node.source == "policy" and node.depth == self.max_steps
-
-    def reopen(self, node: Node) -> bool:
-        """Take the last action again, without the limit. Whether the episode goes on: then its end
-        is taken back, for the demonstration."""
-        assert node.parent and node.action
-        self.env.restore(node.parent.snapshot)
-        *_, done = node.parent.state.act(self.env, node.action)  # without the limit
-        if not done:
-            node.cut, node.reward, node.done = node.reward, 0.0, False
-            node.snapshot = self.env.snapshot()
-        return not done
-
-    def step(self, node: Node, action: str, source: str) -> Node:
-        """The child that an action leads to. The environment must stand at the node."""
-        key = self.key(action)
-        if key in node.children:
-            return node.children[key]
+    def step(self, node: Node, action: str) -> Node:
+        """The child that the agent's action leads to. The environment must stand at the node."""
+        if self.key(action) in node.children:
+            return node.children[self.key(action)]
         state, reward, done = node.state.act(self.env, action)
+        child = self.add(node, action, state, reward, done, "policy")
+        if child.depth == self.max_steps and not done:
+            child.reward, child.done = self.env.outcome(self.env.reward_if_cut(), done=True), True
+        return child
+
+    def add(
+        self, node: Node, action: str, state: State, reward: float, done: bool, source: str
+    ) -> Node:
+        """A new child, in the state that the environment is in."""
         snapshot, depth = self.env.snapshot(), node.depth + 1
         child = Node(state, state.observation, snapshot, depth, node, action, reward, done)
         child.source, child.branch = source, self.branches
-        if self.at_limit(child) and not child.done:
-            child.reward, child.done = self.env.outcome(self.env.reward_if_cut(), done=True), True
-        node.children[key] = child
+        node.children[self.key(action)] = child
         return child
 
     def key(self, action: str) -> str:
@@ -240,80 +266,74 @@ def metrics(records: list[dict]) -> dict[str, Any]:
         "nodes": len(records),
         "leaves": len(rewards),
         "mean_leaf_reward": sum(rewards) / max(1, len(rewards)),
+        "refused_tasks": len([node for node in records if "refused" in node]),
     }
 
 
 # --------------------------------------------------------------------------------------------- main
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    add("--out", type=Path, help="default: RUN/trees.jsonl")
-    add("--depth", type=natural, help="D (3 WebShop, 6 ScienceWorld, 8 ALFWorld, FrozenLake)")
-    add("--width", type=positive, default=DEFAULTS["width"], help="W (%(default)s)")
-    which = "training tasks that the agent was cloned from, or, new, from the far end of the list"
-    add("--tasks", choices=["new", "cloned"], default="new", help=which)
-    bound = "at most, per tree (24; 0: any)"
-    add("--rollouts", type=natural, default=DEFAULTS["rollouts"], help=bound)
-    add("--steps", type=positive, help="step limit of the agent (default: the environment's)")
-    parser.free("--limit", type=natural, default=DEFAULTS["limit"], help="tasks (250; 0: all)")
-    add("--temperature", type=real, help="default: the checkpoint's (0.7; tiny: 1)")
-    add("--expert", type=Path, help="demonstrations (default: those the agent was cloned from)")
-    add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
-    line_9 = "a branch without reward queues nothing or, tail, its first 2 nodes"
-    add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
-    add_sampling(parser)
-    return parse(parser, argv)
-
-
 def grow(
-    env: envs.TextEnv, agent: Any, demonstrations: dict | None, args: Any, task_id: str
+    env: envs.TextEnv,
+    rendering: Rendering,
+    demonstrations: dict[str, Demonstration] | None,
+    config: Config,
+    depth: int,
+    task_id: str,
 ) -> Generator[Sample, list[Candidate], list[dict]]:
     """The lines of a task's tree."""
-    limits = args.steps or env.tree_steps, env.max_steps  # which may be None, or a task's ("eto")
+    limits = config.steps or env.tree_steps, env.max_steps  # which may be None, or a task's ("eto")
     explorer = Explorer(
         env.fork(),
         task_id,
-        agent.chat.rendering,
-        max_depth=args.depth,
-        width=args.width,
-        max_rollouts=args.rollouts or math.inf,
+        rendering,
+        max_depth=depth,
+        width=config.width,
+        max_rollouts=config.rollouts or math.inf,
         max_steps=min(limit for limit in limits if isinstance(limit, int)),
-        prune=args.prune,
+        prune=config.prune,
     )
-    root = yield from explorer.explore(demonstrations)
+    try:
+        root = yield from explorer.explore(demonstrations)
+    except Refused as error:  # the tree is its root, which says why
+        records = tree_records(env, task_id, explorer.root())
+        return [records[0] | {"refused": str(error)}]
     return tree_records(env, task_id, root)
 
 
 def tell(path: Path, counts: dict[str, Any]) -> None:
     mean = f"mean reward {counts['mean_leaf_reward']:.3f} of {counts['leaves']} leaves of the agent"
     print(f"{path}: {counts['trees']} trees, {counts['nodes']} nodes, {mean}")
+    if refused := counts["refused_tasks"]:
+        warn(f"{refused} of these tasks are refused: their trees are their roots alone")
     if failed := counts["failed_demonstrations"]:
         print(f"{failed} demonstrations earned nothing, or not what is recorded: of other tasks?")
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env = envs.from_arguments(args)
-    args.sft = need(args.sft, args.run / "sft", "sft", args)
-    args.out = args.out or args.run / "trees.jsonl"
-    args.depth = env.tree_depth if args.depth is None else args.depth
-    # From the far end of the list, where the agent has seen the fewest demonstrations.
-    order = env.task_ids("train")[::-1]
-    if args.tasks == "cloned":
-        order = published.cloned_tasks(env, args.sft)
-    tasks = order[: args.limit or None]
-    demonstrations = published.demonstrations_for(env, tasks, args)
-    settle_precision(args)
-    trees = Output(args.out, args, itemgetter("task_id"), sft=args.sft, expert=args.expert)
+    config = read(Config, __doc__, argv)
+    env = envs.from_config(config)
+    sft = find_or_make(config.sft, "sft", "sft", config)
+    depth = env.tree_depth if config.depth is None else config.depth
+    if config.tasks == "cloned":
+        order = published.cloned_tasks(env, sft)
+    else:  # from the far end of the list, where the agent has seen the fewest demonstrations
+        order = env.task_ids("train")[::-1]
+    tasks = order[: config.limit] if config.limit else order
+    inputs: Inputs = {"sft": sft, "expert": None}
+    demonstrations = None
+    if not config.no_expert:
+        named = config.expert
+        inputs["expert"], demonstrations = published.demonstrations_for(env, tasks, named, sft)
+    recipe = recipe_of(config.recipe() | env.settings | settled(config) | {"depth": depth}, inputs)
+    path = config.out or config.run / "trees.jsonl"
+    trees = Output(path, config, recipe, inputs, itemgetter("task_id"))
     todo = trees.todo(tasks)
     tokens = None  # unknown if an earlier call or another process made some of the trees
     if todo:
-        agent = load_agent(args, env)
-        growing = map(partial(grow, env, agent, demonstrations, args), todo)
-        groups = drive(growing, {Sample: agent.sample}, args.in_flight or env.side_by_side)
+        agent = load_agent(sft, config, env)
+        growing = map(partial(grow, env, agent.chat.rendering, demonstrations, config, depth), todo)
+        groups = drive(growing, {Sample: agent.sample}, config.in_flight or env.side_by_side)
         trees.grow(groups, "trees", len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
     trees.read()
@@ -322,7 +342,7 @@ def main(argv: list[str] | None = None) -> None:
     grown = {*tasks, *trees.groups}  # more than --limit, if it was larger
     planned = [task for task in order if task in grown]
     trees.finish(planned, tasks=planned, **counts, tokens=tokens)
-    tell(trees.path, counts)
+    tell(path, counts)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Stage 5: Q-guided generation (Sec. 4.4, Alg. 4), and the paper's other ways to act.
 
+    python q_search.py --env webshop --method qlass -M 2 -N 1
+
     reads   RUN/sft/ (the agent), RUN/qnet/ (where a method asks for Q)
     writes  RUN/results.jsonl: a line per task and method, with each step's candidates and their Q
-
-    python q_search.py --env webshop --method qlass -M 2 -N 1
 
 One loop plays all methods: sample M actions, score them, take the best, step. It plays N episodes,
 of which one counts.
@@ -23,29 +23,61 @@ Nothing else here sees the reward. `python -m experiments.compare` plays all met
 
 from __future__ import annotations
 
-import argparse
+# First, since it says in one line which packages are missing.
+from qlass import results  # isort: skip
+
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from tyro.conf import arg
 
 import envs
-from qlass import results
-from qlass.agent import load_agent
-from qlass.batching import Candidate, LogProb, Sample, Score, ask
+from qlass.agent import load_agent, load_qnet, served_qnet
+from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask
 from qlass.chat import Chat, Rendering
-from qlass.fast.score import ServedQNet
-from qlass.flags import Parser, add_sampling, natural, path_or_url, positive, real, run_stage
+from qlass.config import Natural, Positive, Sampling, free, read, run_stage
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Episode, Step, costs_of, describe
-from qlass.runs import need, parse
-from qlass.server import Server
-from qlass.show import show
-from train_qnet import load_qnet
+from qlass.runs import find_or_make
 
-PAPER = {"M": 2, "N": 1}  # App. A.2
+# What scores the candidates of each method.
+METHODS = {
+    "greedy": None,
+    "sample": None,
+    "best_of_n": None,
+    "random": "chance",
+    "likeliest": "likelihood",
+    "qlass": "q",
+}
+Name = Literal["greedy", "sample", "best_of_n", "random", "likeliest", "qlass"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Sampling):
+    """The paper's (App. A.2): M = 2 and N = 1."""
+
+    stage: ClassVar[str] = "q_search"
+    plays_elsewhere: ClassVar[bool] = True
+
+    method: tuple[Name, ...] = free(("qlass",))  # one or more of the table above
+    M: Annotated[tuple[Positive, ...], arg(aliases=["-M"])] = free((2,))  # candidates per step
+    N: Annotated[tuple[Positive, ...], arg(aliases=["-N"])] = free(())  # episodes (1; best_of_n: 4)
+    select: Literal["q", "oracle"] = free("q")  # which of N episodes counts
+    distinct: bool = False  # draw until M actions differ, 3M times at most
+    show: bool = free(False)  # print episodes as they are played, one at a time
+    split: str = free("test")  # tasks to play
+    limit: Natural = free(0)  # number of tasks (0: all)
+    skip: Natural = free(0)  # leave out the first tasks
+    sft: Path | None = free(None)  # the agent's checkpoint (RUN/sft, made if missing)
+    qnet: str | None = free(None)  # or URL[#MODEL] of a server (RUN/qnet, made if missing)
+    out: Path = free(Path("RUN/results.jsonl"))  # its lines are not played again
+    label: str | None = None  # a variant's name, kept in each line
+    max_steps: Positive | None = None  # the environment's
+
 
 # -------------------------------------------------------------------------------------- the methods
 
@@ -64,6 +96,35 @@ class Method:
     distinct: bool = False  # draw until M actions differ, 3M times at most
     seed: int = 0  # of chance
     show: bool = False  # print each step
+
+    def play(
+        self, env: envs.TextEnv, task_id: str, chat: Chat, played: dict[tuple, Episode]
+    ) -> Generator[Any, Any, dict]:
+        """Algorithm 4. Returns the outcome, as a result line tells it.
+
+        played: episodes in which nothing scores actions; such methods (sample, best-of-N) share
+        them.
+        """
+        episodes = []
+        for trial in range(self.N):  # lines 1-2
+            episodes.append((yield from self.shared_episode(env, task_id, trial, chat, played)))
+        best = yield from select(episodes, self.select)  # line 11
+        return self.outcome(chat, best, episodes)
+
+    def shared_episode(
+        self, env: envs.TextEnv, task_id: str, trial: int, chat: Chat, played: dict[tuple, Episode]
+    ) -> Generator[Any, Any, Episode]:
+        """An episode, perhaps one that another method has played."""
+        key = (task_id, trial, self.temperature)
+        if self.by is None and key in played:
+            return played[key]
+        steps = yield from episode(env, task_id, self, trial, chat.rendering)
+        if self.by is None:
+            played[key] = steps
+        return steps
+
+    def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:
+        return describe(best, episodes, costs_of(chat, episodes, self.read_by_qnet))
 
     def scores(
         self, state: State, actions: list[str], key: tuple
@@ -98,25 +159,21 @@ class Method:
         return " ".join([self.name, *shown])
 
 
-def methods(args: argparse.Namespace) -> dict[str, list[Method]]:
-    """The methods that --method can name, each with every -M and -N that it has."""
-
-    def each(name: str, by: str | None, Ms: list[int], Ns: list[int]) -> list[Method]:
-        options = {"distinct": args.distinct, "seed": args.seed, "show": args.show}
-        plan = []
-        for m, n in product(Ms, Ns):
-            plan.append(Method(name, by, m, n, args.select if n > 1 else None, **options))
-        return plan
-
-    one = args.N or [PAPER["N"]]
-    return {
-        "greedy": [Method("greedy", temperature=0.0, show=args.show)],
-        "sample": each("sample", None, [1], [1]),
-        "best_of_n": each("best_of_n", None, [1], args.N or [4]),
-        "random": each("random", "chance", args.M, one),
-        "likeliest": each("likeliest", "likelihood", args.M, one),
-        "qlass": each("qlass", "q", args.M, one),
-    }
+def methods_of(name: str, config: Config) -> list[Method]:
+    """The methods of a name, with every -M and -N that it has."""
+    if name == "greedy":
+        return [Method("greedy", temperature=0.0, show=config.show)]
+    by = METHODS[name]
+    Ms = config.M if by else (1,)
+    Ns = config.N or ((4,) if name == "best_of_n" else (1,))
+    if name == "sample":
+        Ns = (1,)
+    methods = []
+    for m, n in product(Ms, Ns):
+        select = config.select if n > 1 else None
+        method = Method(name, by, m, n, select, distinct=config.distinct, seed=config.seed)
+        methods.append(dataclasses.replace(method, show=config.show))
+    return methods
 
 
 # -------------------------------------------------------------------------------------- Algorithm 4
@@ -130,24 +187,35 @@ def episode(
     state = State.first(env, observation, info)  # line 3
     steps: Episode = []
     done = False
-    most = method.M * (3 if method.distinct else 1)  # draws
     while not done:  # line 4
         key = (task_id, trial, len(steps))  # the same for all methods: paired differences
-        drawn: list[Candidate] = []
-        candidates: list[str] = []
-        while len(candidates) < method.M and len(drawn) < most:  # lines 5-6
-            noise = (*key, len(drawn)) if drawn else key  # the same key draws the same
-            drawn += yield ask(env, state, method.M, noise, rendering, method.temperature)
-            candidates = distinct_actions(env, [c.text for c in drawn])[: method.M]
+        drawn = yield from draw(env, state, method, key, rendering)  # lines 5-6
+        candidates = distinct_actions(env, [c.text for c in drawn])[: method.M]
         scores = yield from method.scores(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
         after, reward, done = state.act(env, action)  # line 9
         outcome = action, after.observation, reward, env.known
         steps.append(Step(state, drawn, candidates, scores, *outcome))
         if method.show:
+            from reporting.show import show
+
             show(env, steps[-1], len(steps), done)
         state = after  # line 10
     return steps
+
+
+def draw(
+    env: envs.TextEnv, state: State, method: Method, key: tuple, rendering: Rendering
+) -> Generator[Sample, list[Candidate], list[Candidate]]:
+    """M samples of the agent. With `distinct` up to 2M more, until M actions differ."""
+    drawn = yield ask(env, state, method.M, key, rendering, method.temperature)
+    rounds = 3 if method.distinct else 1
+    for _ in range(1, rounds):
+        if len(distinct_actions(env, [c.text for c in drawn])) >= method.M:
+            break
+        noise = (*key, len(drawn))  # the same key would draw the same
+        drawn = drawn + (yield ask(env, state, method.M, noise, rendering, method.temperature))
+    return drawn
 
 
 def distinct_actions(env: envs.TextEnv, actions: Iterable[str]) -> list[str]:
@@ -168,98 +236,54 @@ def select(episodes: list[Episode], by: str | None) -> Generator[Any, Any, Episo
     return episodes[values.index(max(values))]
 
 
-class Player:
-    """Plays tasks with an agent. Methods that act alike (sample, best-of-N) share episodes."""
-
-    def __init__(self, chat: Chat) -> None:
-        self.chat = chat
-        self.episodes: dict[tuple, Episode] = {}
-
-    def play(self, env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
-        """Algorithm 4. Returns the outcome, as a result line tells it."""
-        episodes = []
-        for trial in range(method.N):  # lines 1-2
-            episodes.append((yield from self.shared_episode(env, task_id, method, trial)))
-        best = yield from select(episodes, method.select)
-        return self.outcome(method, best, episodes)
-
-    def shared_episode(
-        self, env: envs.TextEnv, task_id: str, method: Method, trial: int
-    ) -> Generator[Any, Any, Episode]:
-        """An episode. Methods share those whose actions nothing scores."""
-        key = (task_id, trial, method.temperature)
-        if method.by is None and key in self.episodes:
-            return self.episodes[key]
-        steps = yield from episode(env, task_id, method, trial, self.chat.rendering)
-        if method.by is None:
-            self.episodes[key] = steps
-        return steps
-
-    def outcome(self, method: Method, best: Episode, episodes: list[Episode]) -> dict:
-        return describe(best, episodes, costs_of(self.chat, episodes, method.read_by_qnet))
+# --------------------------------------------------------------------------------------------- main
 
 
-# ----------------------------------------------------------------------------------------- the file
+def settings_of(kind: type[Config], doc: str | None, argv: list[str] | None) -> Config:
+    """The settings of a command that plays tasks. What it shows is a file of its own."""
+    config = read(kind, doc, argv)
+    named = config.out != kind.out
+    if config.show:
+        overwrite = config.overwrite or not named
+        config = dataclasses.replace(config, overwrite=overwrite, in_flight=1)
+    name = "shown.jsonl" if config.show else kind.out.name
+    return config if named else dataclasses.replace(config, out=config.run / name)
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__, epilog="App. A.2: M = 2 and N = 1 on WebShop.")
-    add, free = parser.add_argument, parser.free
-    names = ["greedy", "sample", "best_of_n", "random", "likeliest", "qlass"]
-    listed = f"{', '.join(names)} (default: qlass)"
-    free("--method", nargs="+", default=["qlass"], choices=names, metavar="NAME", help=listed)
-    free("-M", nargs="+", type=positive, default=[PAPER["M"]], help="candidates per step (2)")
-    free("-N", nargs="+", type=positive, help="episodes per task (default: 1; best_of_n: 4)")
-    free("--select", choices=["q", "oracle"], default="q", help="which of N counts (default: q)")
-    add("--distinct", action="store_true", help="draw until M actions differ, 3M times at most")
-    free("--show", action="store_true", help="print episodes as they are played, one at a time")
-    free("--split", default="test", help="tasks to play (default: %(default)s)")
-    free("--limit", type=natural, default=400, metavar="N", help="tasks (400; 0: all)")
-    free("--skip", type=natural, default=0, metavar="N", help="leave out the first N tasks")
-    add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
-    add("--qnet", type=path_or_url, help="or URL[#MODEL] of a server (RUN/qnet, made if missing)")
-    add("--out", type=Path, help="default: RUN/results.jsonl; its lines are not played again")
-    add("--label", help="a variant's name, kept in each line")
-    add("--temperature", type=real, metavar="T", help="default: the checkpoint's")
-    add("--max-steps", type=positive, metavar="N", help="default: the environment's")
-    add_sampling(parser)
-    args = parse(parser, argv, search=True)
-    if args.show:
-        args.overwrite, args.in_flight = args.overwrite or args.out is None, 1
-    args.out = args.out or args.run / ("shown.jsonl" if args.show else "results.jsonl")
-    return args
+def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:
+    """The environment that the settings name, and the tasks to play in it."""
+    options = {"max_steps": config.max_steps} if config.max_steps else {}
+    env = envs.from_config(config, **options)
+    tasks = env.task_ids(config.split)[config.skip :]
+    return env, tasks[: config.limit] if config.limit else tasks
 
 
-def environment(args: argparse.Namespace) -> tuple[envs.TextEnv, list[str]]:
-    """The environment that the flags name, and the tasks to play in it."""
-    env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
-    return env, env.task_ids(args.split)[args.skip :][: args.limit or None]
-
-
-def load(args: argparse.Namespace, env: envs.TextEnv, with_q: bool) -> tuple[Chat, dict]:
-    """The agent's Chat, and what answers requests."""
-    models: dict[type, Callable] = {}
-    server = None
-    if isinstance(args.qnet, str):
-        server = Server(args.qnet, "--qnet")
-        args.qnet, args.qnet_model = Path(server.model), server.model
-    elif with_q:
-        args.qnet = need(args.qnet, args.run / "qnet", "train_qnet", args)
-        models[Score] = load_qnet(args.qnet, args).score
-    args.sft = need(args.sft, args.run / "sft", "sft", args)
-    agent = load_agent(args, env)
-    if server:
-        models[Score] = ServedQNet(server, agent.chat, args.in_flight or 64).score
-    return agent.chat, models | {Sample: agent.sample, LogProb: agent.likelihoods}
+def load(
+    config: Config, env: envs.TextEnv, with_q: bool
+) -> tuple[Chat, Models, dict[str, Path | None]]:
+    """The agent's Chat, what answers requests, and the checkpoints that do."""
+    models: Models = {}
+    inputs: dict[str, Path | None] = {}
+    url = config.qnet if config.qnet and config.qnet.startswith("http") else None
+    if with_q and not url:
+        named = Path(config.qnet) if config.qnet else None
+        qnet = inputs["qnet"] = find_or_make(named, "train_qnet", "qnet", config)
+        models[Score] = load_qnet(qnet, config).score
+    sft = inputs["sft"] = find_or_make(config.sft, "sft", "sft", config)
+    agent = load_agent(sft, config, env)
+    if with_q and url:
+        inputs["qnet"] = None  # else results by a folder's QNet could join those by the server's
+        models[Score] = served_qnet(url, agent.chat, config).score
+    return agent.chat, models | {Sample: agent.sample, LogProb: agent.likelihoods}, inputs
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env, tasks = environment(args)
-    by_name = methods(args)
-    plan = [method for name in dict.fromkeys(args.method) for method in by_name[name]]
-    chat, models = load(args, env, any(method.needs_q for method in plan))
-    results.play(args, env, tasks, plan, Player(chat).play, models)
+    config = settings_of(Config, __doc__, argv)
+    env, tasks = environment(config)
+    names = dict.fromkeys(config.method)
+    plan = [method for name in names for method in methods_of(name, config)]
+    chat, models, inputs = load(config, env, any(method.needs_q for method in plan))
+    results.play(config, env, tasks, plan, chat, models, inputs)
 
 
 if __name__ == "__main__":

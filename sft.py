@@ -1,10 +1,10 @@
 """Stage 1: behaviour cloning (Sec. 4.1, Eq. 5).
 
-    reads   expert trajectories: --expert FILE, or those that the environment's expert plays now
-    writes  RUN/expert.jsonl if it played them, RUN/sft/ (a HuggingFace checkpoint, tokenizer too)
-
     python sft.py --env webshop                       # the tiny model, from scratch, on a CPU
     python sft.py --env webshop --model meta-llama/Llama-2-7b-chat-hf --expert webshop_sft.json
+
+    reads   expert trajectories: --expert FILE, or those that the environment's expert plays now
+    writes  RUN/expert.jsonl if it played them, RUN/sft/ (a HuggingFace checkpoint, tokenizer too)
 
 The loss is the cross-entropy of the tokens that the agent writes. Instruction, observations and
 padding are context. `--model tiny` is a Llama of a million parameters with a tokenizer of its own,
@@ -14,13 +14,15 @@ template, and writes free text, "Thought: ... Action: ...", as in the paper.
 
 from __future__ import annotations
 
-import argparse
+# First, since it says in one line which packages are missing.
+from qlass import UserError, files, models, processes, published, runs  # isort: skip
+
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -28,18 +30,37 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 import envs
-from qlass import UserError, files, flags, models, published, runs, training
+from qlass.agent import settled
 from qlass.chat import Chat, Rendering
+from qlass.config import Bounds, Natural, Positive, Training, free, read, run_stage
 from qlass.messages import State, react
 from qlass.published import Demonstration
 from qlass.tiny import AIDS, tiny_model
-from qlass.training import Training, cosine, micro_batches
-
-PAPER: dict[str, Any] = dict(  # Table 5
-    epochs=3, lr=1e-5, batch=64, micro_tokens=8192, candidates="free"
+from qlass.training import (
+    TrainingLog,
+    autocast,
+    clip,
+    cosine,
+    is_trained,
+    micro_batches,
+    updates_of,
 )
-TINY: dict[str, Any] = dict(epochs=12, lr=3e-3, batch=16, micro_tokens=2048, candidates="valid")
-UPDATES = 200  # at least, of the tiny model: few demonstrations get more epochs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Training):
+    """The defaults are the paper's (Table 5)."""
+
+    stage: ClassVar[str] = "sft"
+
+    model: str = "tiny"  # tiny, a HuggingFace name or folder, or a GGUF file
+    expert: Path | None = free(None)  # trajectories (the environment's expert plays them)
+    n_expert: Positive | None = None  # the first so many of them (all)
+    out: Path | None = free(None)  # checkpoint folder (RUN/sft)
+    epochs: Natural = 3  # at most (0: 12, and with few trajectories more, in smaller batches)
+    max_tokens: Annotated[int, Bounds(2)] = 4096  # where a trajectory is cut
+    candidates: Literal["free", "valid"] = "free"  # what the agent may write
+
 
 # ------------------------------------------------------------------------------ expert trajectories
 
@@ -48,6 +69,7 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
     observation, info = env.reset(options={"task_id": task_id})
     state = first = State.first(env, observation, info)
+    reward = 0.0
     for thought, move in env.expert(task_id):
         state, reward, done = state.act(env, react(thought, move))
         if done:
@@ -59,14 +81,19 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     return line | {"reward": reward}
 
 
-def collect(env: envs.TextEnv, args: argparse.Namespace) -> None:
+def collect(env: envs.TextEnv, config: Config) -> Path:
     """Write what is missing of expert.jsonl: the first --n-expert training tasks."""
-    settings = runs.only(args, "env", "env_option", "env_files", "env_version")
-    out = runs.Output(args.expert, settings, itemgetter("task_id"), alone=True)
-    tasks = env.task_ids("train")[: args.n_expert and max(args.n_expert, len(out.groups))]
+    path = config.run / "expert.jsonl"
+    recipe = runs.recipe_of(env.settings, {})
+    out = runs.Output(path, config, recipe, {}, itemgetter("task_id"), alone=True)
+    tasks = env.task_ids("train")
+    if config.n_expert:
+        n = max(config.n_expert, len(out.groups))  # what is there stays
+        tasks = tasks[:n]
     todo = out.missing(tasks)
     out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(todo))
     out.finish(tasks)
+    return path
 
 
 def hold_out(expert: list[Demonstration]) -> tuple[list[Demonstration], list[Demonstration]]:
@@ -81,53 +108,43 @@ def hold_out(expert: list[Demonstration]) -> tuple[list[Demonstration], list[Dem
     return learned, [tau for tau in expert if tau.observation in held_out]
 
 
+NO_TARGET = -100  # the label of a token that the agent reads and does not write
+
+
 @dataclasses.dataclass
 class Example:
-    """Tokens to read, and targets: (the position that predicts, the token, its weight)."""
+    """A trajectory's tokens (T,), and their labels (T,): the same where the agent wrote them, else
+    NO_TARGET."""
 
     ids: list[int]
-    targets: list[tuple[int, int, float]]
+    labels: list[int]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
-    def weight(self) -> float:
-        return sum(weight for *_, weight in self.targets)
+    def targets(self) -> int:
+        """How many tokens the agent wrote."""
+        return len(self.labels) - self.labels.count(NO_TARGET)
 
 
-def example_of(
-    chat: Chat, state: State, limit: int, answer: list[int], answer_weight: float
-) -> Example:
-    """A trajectory, cut at `limit` tokens; answer: the tokens of what follows its last action.
-
-    Each token that the agent wrote, Eq. (5)'s a_t and OK, is predicted by the token before it. With
-    an answer weight, all tokens of the environment's answer are predicted by the action's last one,
-    whatever their order.
-    """
+def example_of(chat: Chat, state: State, limit: int) -> Example:
+    """A trajectory, cut at `limit` tokens. Its targets are Eq. (5)'s a_t, and the first OK."""
     ids: list[int] = []
-    targets = []
+    labels: list[int] = []
     # User and agent take turns, as a system message is in the first list.
-    for turn, tokens in enumerate([*chat.message_tokens(state), answer]):
-        if turn % 2:
-            targets += [(len(ids) - 1 + i, token, 1.0) for i, token in enumerate(tokens)]
-        elif answer_weight and turn >= chat.stays(state):
-            targets += [(len(ids) - 1, token, answer_weight) for token in tokens]
+    for turn, tokens in enumerate(chat.message_tokens(state)):
+        agent_writes = turn % 2 == 1
         ids += tokens
-    return Example(ids[:limit], [target for target in targets if target[0] < limit - 1])
+        labels += tokens if agent_writes else [NO_TARGET] * len(tokens)
+    return Example(ids[:limit], labels[:limit])
 
 
-def examples_of(
-    chat: Chat, expert: list[Demonstration], limit: int, answer_weight: float = 0.0
-) -> Iterator[Example]:
+def examples_of(chat: Chat, expert: list[Demonstration], limit: int) -> Iterator[Example]:
     """One example per trajectory; in a Markov environment, one per action."""
     for state in (demonstration.state for demonstration in expert):
         for n in chat.aids.example_ends(state.messages):
-            answer = []
-            if answer_weight and n < len(state.messages):
-                answer = chat.message_tokens(State(state.messages[: n + 1], state.task))[-1]
-            until = State(state.messages[:n], state.task)
-            example = example_of(chat, until, limit, answer, answer_weight)
+            example = example_of(chat, State(state.messages[:n], state.task), limit)
             if example.targets:
                 yield example
 
@@ -136,155 +153,175 @@ def examples_of(
 
 
 def sft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
-    """-sum w log pi(x | what stands before it) over the targets x, which with weights of 1 is Eq.
-    (5)'s -sum_t log pi(a_t | s_t).
+    """Eq. (5): -sum_t log pi(a_t | s_t), of each token given what stands before it; ().
 
-    The output layer is wide and most tokens are only read. So of the T positions K are computed,
-    those that predict in any row: logits are (B, K, V), of which the N targets take a row each.
+    The output layer is wide, and most tokens are only read: of the T - 1 positions the K that
+    predict in any row are computed.
     """
-    ids = [torch.tensor(example.ids) for example in examples]
-    tokens = pad_sequence(ids, batch_first=True).to(model.device)  # (B, T); no token sees padding
-    targets = [(row, *target) for row, example in enumerate(examples) for target in example.targets]
-    rows, positions, labels, weights = map(torch.tensor, zip(*targets, strict=True))
-    positions, k = positions.unique(return_inverse=True)
-    kept = positions.to(model.device)
-    logits = model(input_ids=tokens, use_cache=False, logits_to_keep=kept).logits
+    device = model.device
+    ids = pad_sequence([torch.tensor(e.ids) for e in examples], batch_first=True)  # (B, T)
+    labels = [torch.tensor(e.labels) for e in examples]
+    targets = pad_sequence(labels, batch_first=True, padding_value=NO_TARGET)[:, 1:].to(device)
+    kept = (targets != NO_TARGET).any(dim=0).nonzero()[:, 0]  # (K,)
+    logits = model(input_ids=ids.to(device), use_cache=False, logits_to_keep=kept).logits
     assert logits.shape[1] == len(kept), "the model does not know logits_to_keep"
-    losses = cross_entropy(logits[rows, k].float(), labels.to(model.device), reduction="none")
-    return (weights.to(model.device) * losses).sum()
+    targets = targets[:, kept]  # (B, K)
+    written = targets != NO_TARGET
+    return cross_entropy(logits[written].float(), targets[written], reduction="sum")
 
 
-def train(model: Any, examples: list[Example], validation: list[Example], args: Any) -> dict:
+def train(
+    model: Any,
+    examples: list[Example],
+    validation: list[Example],
+    config: Config,
+    out: Path,
+    precision: str,
+    loss_of: Callable[[Any, list[Example]], torch.Tensor] = sft_loss,
+) -> dict[str, Any]:
     """Maximise the likelihood of what the expert wrote, given its history. Returns figures."""
-    trainer = Training(model, args, [1] * len(examples), [(model, args.lr)])
-    for update, last in trainer.updates():
+    epochs, batch_size = schedule(config, len(examples))
+    dtype = models.PRECISIONS[precision]
+    optimizer = models.adamw([(model, config.lr)], config.optim)
+    one_each = [1] * len(examples)
+    order = [updates_of(one_each, batch_size, config.seed, epoch) for epoch in range(epochs)]
+    steps = sum(map(len, order))
+    log = TrainingLog(out, model, optimizer, steps, config)  # where a stopped training was
+    for epoch in range(len(log.curve), epochs):
+        if log.is_over():
+            break
         model.train()
-        batch = [examples[i] for i in update]
-        n = sum(example.weight for example in batch)
-        loss = 0.0
-        for group in trainer.share(micro_batches(batch, len, args.micro_tokens)):
-            part = sft_loss(model, group) / n  # Eq. (5), per token
-            part.backward()  # gradients accumulate
-            loss += part.item()
-        loss = trainer.reduce(loss)
-        for parameters in trainer.optimizer.param_groups:
-            parameters["lr"] = args.lr * cosine(trainer.step, trainer.starts[-1])
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
-        trainer.end_update(loss, tokens=sum(map(len, batch)), last=last)
-        if last:
-            trainer.end_epoch(validate(model, validation, args.micro_tokens))
-    return trainer.finish()
+        done = len(log.updates)
+        for update in order[epoch][done:]:
+            batch = [examples[i] for i in update]
+            n = sum(example.targets for example in batch)
+            loss = 0.0
+            for group in processes.mine(micro_batches(batch, len, config.micro_tokens)):
+                with autocast(model, dtype):
+                    part = loss_of(model, group) / n  # Eq. (5), per token
+                part.backward()  # gradients accumulate
+                loss += part.item()
+            loss = processes.summed(model, loss)
+            clip(model, loss, log.step, config.lr)
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = config.lr * cosine(log.step, steps)
+            optimizer.step()
+            optimizer.zero_grad()
+            log.end_update(loss, tokens=sum(map(len, batch)))
+        with autocast(model, dtype):
+            log.end_epoch(validate(model, validation, config.micro_tokens))
+    return log.finish()
 
 
 @torch.no_grad()
 def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | None:
     """The loss per token, given the expert's own history; None without examples."""
     model.eval()
+    if not examples:
+        return None
     groups = micro_batches(examples, len, micro_tokens)
     losses = [sft_loss(model, group).item() for group in groups]
-    return sum(losses) / sum(example.weight for example in examples) if examples else None
+    return sum(losses) / sum(example.targets for example in examples)
+
+
+def schedule(config: Config, examples: int) -> tuple[int, int]:
+    """Epochs and examples per update. With --epochs 0 few examples make at least 200 updates."""
+    if config.epochs:
+        return config.epochs, config.batch
+    batch = min(config.batch, math.ceil(examples / 4))
+    updates = math.ceil(examples / batch)  # of an epoch
+    return max(12, math.ceil(200 / updates)), batch
 
 
 # --------------------------------------------------------------------------------------------- main
 
 
-def load(args: argparse.Namespace, env: envs.TextEnv, expert: list[Demonstration]) -> tuple:
+def load(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> tuple[Any, Chat, Any]:
     """The model that is to be cloned, its chat, and PEFT's view of LoRA's updates (None: none)."""
-    torch.manual_seed(args.seed)
-    if args.model == "tiny":
+    torch.manual_seed(config.seed)
+    if config.model == "tiny":
+        if config.lora:
+            raise UserError("--lora: the tiny model is trained from scratch; name another --model")
         texts = (text for demonstration in expert for _, text in demonstration.state.messages)
         model, tokenizer = tiny_model(texts)
-        model.to(models.device_and_dtype(args.device)[0])
+        model.to(models.device_and_dtype(config.device)[0])
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:
-        loading = args.model, AutoModelForCausalLM, args.device, args.load_in
-        options = {"train": not args.lora, "plain": True, "precision": args.precision}
-        model, chat = models.load_checkpoint(*loading, **options)
-    memory = args.lora, args.lora_alpha, args.gradient_checkpointing
+        model, chat = models.load_checkpoint(
+            config.model,
+            AutoModelForCausalLM,
+            config.device,
+            config.load_in,
+            train=not config.lora,
+            plain=True,
+            precision=config.precision,
+        )
+    chat.rendering.candidates = config.candidates
+    memory = config.lora, config.lora_alpha, config.gradient_checkpointing
     return model, chat, models.prepare_training(model, *memory)
 
 
 def tokenize(
-    chat: Chat, expert: list[Demonstration], args: argparse.Namespace, process: Any
+    chat: Chat, expert: list[Demonstration], config: Config
 ) -> tuple[list[Example], list[Example]]:
     """The examples to train on and to validate. Says how many --max-tokens leaves out or cuts."""
-    limit = min(args.max_tokens, chat.context)
+    limit = int(min(config.max_tokens, chat.context))
     learned, held_out = hold_out(expert)
-    examples = list(examples_of(chat, learned, limit, args.observation_loss))
+    examples = list(examples_of(chat, learned, limit))
     validation = list(examples_of(chat, held_out, limit))
     if not examples:
-        raise UserError(f"{args.expert}: no action within {limit} tokens (--max-tokens)")
+        raise UserError(f"no demonstration has an action within {limit} tokens (--max-tokens)")
     lost = len(expert) - len(examples) - len(validation)
     cut = len([example for example in examples if len(example) == limit])
     if (lost or cut) and not chat.rendering.markov:
         facts = f"{lost} have no action within {limit} tokens, {cut} are cut there"
-        process.print(f"of {len(expert)} demonstrations {facts} (--max-tokens)")
+        print(f"of {len(expert)} demonstrations {facts} (--max-tokens)")
     return examples, validation
 
 
-def defaults(args: argparse.Namespace, examples: int) -> dict[str, Any]:
-    """What no flag has set: the paper's, or the tiny model's for so many examples."""
-    if args.model != "tiny":
-        return PAPER | ({"lr": flags.LORA_LR} if args.lora else {})
-    batch = args.batch or min(TINY["batch"], math.ceil(examples / 4))
-    epochs = max(TINY["epochs"], math.ceil(UPDATES / math.ceil(examples / batch)))
-    return TINY | {"batch": batch, "epochs": epochs}
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = flags.Parser(__doc__, flags.defaults_text(PAPER, TINY, "the tiny model"))
-    add = parser.add_argument
-    add("--model", default="tiny", help="tiny, a HuggingFace name or path, or a GGUF file (tiny)")
-    add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
-    add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
-    add("--n-expert", type=flags.positive, metavar="N", help="trajectories (all; tiny: fewer)")
-    flags.add_training(parser, "trajectories")
-    add("--max-tokens", type=flags.at_least(2), default=4096, metavar="N", help="cut there (4096)")
-    add("--candidates", choices=["free", "valid"], help="what the agent may write (tiny: valid)")
-    weight = "weight of the environment's answers in the loss (0)"
-    add("--observation-loss", type=flags.real, default=0.0, metavar="W", help=weight)
-    args = runs.parse(parser, argv)
-    if args.lora and args.model == "tiny":
-        raise UserError("--lora: the tiny model is trained from scratch; name another --model")
-    return args
+def begin_as_demonstrated(chat: Chat, env: envs.TextEnv, expert: list[Demonstration]) -> None:
+    """Keep the first messages that demonstrations share, for the prompts at inference."""
+    for name, text in published.first_messages(env, expert).items():
+        setattr(chat.rendering, name, text)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env = envs.from_arguments(args)
-    args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
-    if args.model == "tiny":
-        args.n_expert = args.n_expert or env.demonstrations
-    with training.processes(args) as process:
-        played = args.expert is None
-        if played:
-            args.expert = args.run / "expert.jsonl"
-            if process.is_main_process:
-                collect(env, args)
-            process.wait_for_everyone()
-        expert = published.read(args.expert, env, args.n_expert)
-        model, chat, adapter = load(args, env, expert)
-        first = {} if played else published.first_messages(env, expert)
+    clone(read(Config, __doc__, argv), tokenize, sft_loss)
+
+
+def clone(config: Config, tokenize: Callable, loss_of: Callable) -> None:
+    """The stage, with these examples and this loss."""
+    env = envs.from_config(config)
+    out = files.checkpoint_folder(config.out or config.run / "sft", config.model)
+    with processes.together(out, config.device) as first:
+        path = config.expert or config.run / "expert.jsonl"
+        if config.expert is None and first:
+            collect(env, config)
+        processes.wait()
+        expert = published.read(path, env, config.n_expert)
+        model, chat, adapter = load(config, env, expert)
         if env.agreement != "OK":  # which a prompt has by default
-            first = {"agreement": env.agreement, **first}
-        for name, text in first.items():
-            setattr(chat.rendering, name, text)
-        examples, validation = tokenize(chat, expert, args, process)
-        flags.fill_defaults(args, defaults(args, len(examples)))
-        chat.rendering.candidates = args.candidates
-        recipe = training.begin(args, expert=args.expert)
-        if recipe is None:
+            chat.rendering.agreement = env.agreement
+        if config.expert:
+            begin_as_demonstrated(chat, env, expert)
+        examples, validation = tokenize(chat, expert, config)
+        found = settled(config)
+        inputs: runs.Inputs = {"expert": path}
+        recipe = runs.recipe_of(config.recipe() | env.settings | found, inputs)
+        if is_trained(out, config, recipe, inputs, first):
             return
-        figures = train(model, examples, validation, args) | {"trajectories": len(expert)}
-        if process.is_main_process:
-            dtype = models.PRECISIONS[args.precision]
+        figures = train(model, examples, validation, config, out, found["precision"], loss_of)
+        if first:
+            figures["epochs"], figures["batch"] = schedule(config, len(examples))
+            figures["trajectories"] = len(expert)
             tasks = (demonstration.task_id for demonstration in expert)
-            figures["tasks"] = published.learned_tasks(tasks, args.model, args)
-            runs.write_meta(args.out, args, recipe, {"expert": args.expert}, **figures)
-            models.save_checkpoint(model, chat, args.out, adapter, dtype)
-            print(f"{args.out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
+            figures["tasks"] = published.learned_tasks(tasks, config.model, env)
+            runs.write_meta(out, config, recipe, inputs, **figures)
+            dtype = models.PRECISIONS[found["precision"]]
+            models.save_checkpoint(model, chat, out, adapter, dtype)
+            files.discard(runs.states_of(out))
+            print(f"{out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
 
 
 if __name__ == "__main__":
-    flags.run_stage(main)
+    run_stage(main)

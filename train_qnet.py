@@ -1,30 +1,33 @@
 """Stage 4: the Q-network (Sec. 4.3, Eq. 8-11).
 
+    python train_qnet.py --sft runs/webshop/sft --labels runs/webshop/q_labels.jsonl
+
     reads   RUN/sft/ (the backbone's first weights), RUN/q_labels.jsonl
     writes  RUN/qnet/ (backbone, value head, tokenizer)
-
-    python train_qnet.py --sft runs/webshop/sft --labels runs/webshop/q_labels.jsonl
 
 QNet is the agent's own language model with a value head. It is regressed at *every* token of
 (s, a) onto that pair's Q-value (the tiny model's only at the last one: docs/differences.md).
 
-The readable form of the loss is `family_loss`; --plain trains with it, pair by pair. By default the
-pairs of a tree, which begin alike, are packed so that each token goes through the backbone once, at
-a fraction of the cost and with the same loss (qlass/fast/packing.py).
+The readable form of the loss is `family_loss`; --plain trains with it, state by state. By default
+the pairs of a tree, which begin alike, are packed so that each token goes through the backbone
+once, at a fraction of the cost and with the same loss (qlass/fast/packing.py).
 
-Held-out trees (one in ten) show whether QNet ranks *siblings*, the actions of one state: search
-compares nothing else. --rank-weight adds a loss on their differences.
+Held-out trees (of one task in ten) show whether QNet ranks *siblings*, the actions of one state:
+search compares nothing else. --rank-weight adds a loss on their differences.
 """
 
 from __future__ import annotations
 
-import argparse
+# First, since it says in one line which packages are missing.
+from qlass import UserError, agent, files, models, processes, runs  # isort: skip
+
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -32,23 +35,41 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
-from qlass import UserError, agent, files, flags, models, runs, training
 from qlass.batching import Score
 from qlass.chat import Chat
-from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.fast.score import FastQNet, finite
-from qlass.flags import positive, real
+from qlass.config import Positive, Prompt, Real, Training, begun_with, free, read, run_stage
 from qlass.messages import State
-from qlass.training import Training, cosine, micro_batches
+from qlass.pairs import Pair, Pairs, families, hold_out, ranking, read_pairs
+from qlass.training import (
+    TrainingLog,
+    autocast,
+    clip,
+    cosine,
+    is_trained,
+    micro_batches,
+    updates_of,
+)
 
-PAPER: dict[str, Any] = dict(  # Table 5 and Eq. (11)
-    epochs=2, lr=1e-5, batch=64, loss_on="all", max_tokens=4096, micro_tokens=8192
-)
-TINY: dict[str, Any] = dict(  # why the last token: docs/differences.md
-    epochs=8, lr=1e-3, batch=64, loss_on="last", max_tokens=1024, micro_tokens=2048
-)
-SMALL = 50_000_000  # parameters, below which the settings are TINY's
-HELD_OUT = 10  # every tenth tree is not trained on
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Training, Prompt):
+    """The defaults are the paper's (Table 5 and Eq. 11)."""
+
+    stage: ClassVar[str] = "train_qnet"
+
+    sft: Path | None = free(None)  # checkpoint that the backbone starts from (RUN/sft)
+    labels: Path | None = free(None)  # RUN/q_labels.jsonl, made if missing
+    out: Path | None = free(None)  # RUN/qnet
+    epochs: Positive = 2  # at most
+    loss_on: Literal["all", "last"] = "all"  # tokens of (s, a) that carry the loss (Eq. 11: all)
+    rank_weight: Real = 0.0  # so much more loss on the differences of siblings (0: the paper)
+    head_lr: Real | None = None  # learning rate of the value head (--lr)
+    freeze: bool = False  # train the head alone
+    plain: bool = False  # state by state: for models that read no token tree
+    max_tokens: Positive = 4096  # of a packed tree
+    limit: Positive | None = None  # number of trees (all)
+
+
 MIN_HELD_OUT = 5  # fewer trees do not choose the epoch
 
 # -------------------------------------------------------------------------------------- the network
@@ -89,7 +110,15 @@ class QNet(nn.Module):
     def score(self, requests: list[Score]) -> list[list[float]]:
         """Q(s, a) of each request's actions: the value at the action's last token."""
         self.eval()
-        return finite([[float(self.values(r.state, a)[-1]) for a in r.actions] for r in requests])
+        scores = [[float(self.values(r.state, a)[-1]) for a in r.actions] for r in requests]
+        return self.finite(scores)
+
+    @staticmethod
+    def finite(scores: list[list[float]]) -> list[list[float]]:
+        """These scores. UserError for what no argmax may be taken of."""
+        if not all(map(math.isfinite, itertools.chain(*scores))):
+            raise UserError("QNet's values are not finite, so its training has diverged")
+        return scores
 
     def save_pretrained(self, folder: Path) -> None:
         """Backbone and tokenizer as HuggingFace has them, head.safetensors, qnet.json."""
@@ -113,63 +142,16 @@ class QNet(nn.Module):
         return qnet.eval()
 
 
-def scorer(qnet: QNet, plain: bool = False, cache_gb: float | None = None) -> QNet | FastQNet:
+def scorer(qnet: QNet, plain: bool = False, cache_gb: float | None = None) -> Any:
     """What answers Score requests while the weights stay: QNet pair by pair, or its fast twin.
 
     cache_gb: room for what the latter has read.
     """
-    return qnet if plain else FastQNet(qnet, cache_gb)
+    if plain:
+        return qnet
+    from qlass.fast.score import FastQNet
 
-
-def load_qnet(folder: Path, args: argparse.Namespace) -> QNet | FastQNet:
-    """The QNet in a folder, loaded as the flags of a stage say, with the agent's prompts."""
-    qnet = QNet.from_pretrained(folder, **agent.loading(folder, args))
-    return scorer(qnet, args.plain, args.cache_gb)
-
-
-# ------------------------------------------------------------------------------ what it learns from
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One (s, a) of a tree with its target q; siblings have the same state."""
-
-    state: State
-    action: str
-    q: float
-
-
-Pairs = list[Pair]  # of one tree, depth first; or of one state
-
-
-def states_of(tree: list[dict]) -> dict[int, State]:
-    """The state of each node by node_id: the root's messages, then actions and their answers."""
-    root = tree[0]
-    states = {root["node_id"]: State.load(root["messages"], root.get("task") or "")}
-    for node in tree[1:]:
-        parent = states[node["parent_id"]]
-        states[node["node_id"]] = parent.then(node["action"], node["observation"])
-    return states
-
-
-def pairs_of(tree: list[dict]) -> Pairs:
-    """All (s, a, q) of a labelled tree, depth first: a node's action in its parent's state."""
-    states = states_of(tree)
-    return [Pair(states[node["parent_id"]], node["action"], node["q"]) for node in tree[1:]]
-
-
-def families(pairs: Pairs) -> list[Pairs]:
-    """The pairs of a tree by state: siblings together, in the order of the first of them."""
-    siblings: dict[State, Pairs] = {}
-    for pair in pairs:
-        siblings.setdefault(pair.state, []).append(pair)
-    return list(siblings.values())
-
-
-def hold_out(trees: list[Pairs]) -> tuple[list[Pairs], list[Pairs]]:
-    """Trees to train on, and every tenth, from the first on, to validate; a tree alone is both."""
-    learned = [tree for i, tree in enumerate(trees) if i % HELD_OUT]
-    return learned or trees, trees[::HELD_OUT]
+    return FastQNet(qnet, cache_gb)
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -199,144 +181,128 @@ def family_loss(
     return torch.stack(losses).sum() + rank_weight * (e - e.mean()).square().sum()
 
 
-def train(qnet: QNet, trees: list[Pairs], held_out: list[Pairs], args: argparse.Namespace) -> dict:
-    """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
-    weight = args.rank_weight
-    # A pack is pairs as one token tree; with --plain one pair, or with a rank weight one family.
-    max_tokens, micro_tokens = (1, 1) if args.plain else (args.max_tokens, args.micro_tokens)
-    packs: list[Any] = []
-    for tree in trees:
-        together = families(tree) if weight else [[pair] for pair in tree]
-        packs += pack_pairs(qnet.chat, together, LOSS_FROM[args.loss_on], max_tokens)
-    rates = [(qnet.backbone, args.lr), (qnet.head, args.head_lr or args.lr)]
-    trainer = Training(qnet, args, [len(pack.pairs) for pack in packs], rates)
-    for update, last in trainer.updates():
-        qnet.train()
-        batch = [packs[i] for i in update]
-        n = sum(len(pack.pairs) for pack in batch)
-        loss = 0.0
-        for group in trainer.share(micro_batches(batch, lambda pack: len(pack.tree), micro_tokens)):
-            if args.plain:
-                losses = [family_loss(qnet, pack.pairs, args.loss_on, weight) for pack in group]
-                part = torch.stack(losses).sum()
-            else:  # the same, at a fraction of the cost
-                part = packed_loss(qnet, group, weight)
-            part = part / n  # Eq. (11), per pair
-            part.backward()  # gradients accumulate
-            loss += part.item()
-        loss = trainer.reduce(loss)
-        for parameters, rate in zip(trainer.optimizer.param_groups, trainer.rates, strict=True):
-            parameters["lr"] = rate * cosine(trainer.step, trainer.starts[-1])
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
-        trainer.end_update(loss, tokens=sum(len(pack.tree) for pack in batch), last=last)
-        if last:
-            ranks = ranking(qnet.eval(), held_out, args.plain)
-            watched = ranks["within_mse" if weight and ranks["sibling_pairs"] else "mse"]
-            validation = watched if len(held_out) >= MIN_HELD_OUT else None
-            trainer.end_epoch(validation, held_out=ranks)
-    return trainer.finish()
+@dataclass(frozen=True)
+class Group:
+    """Pairs whose loss is computed at once: one pair, or with a rank weight a family of siblings.
 
-
-# ---------------------------------------------------------------------------- can it rank siblings?
-
-
-def ranking(qnet: QNet, trees: list[Pairs], plain: bool = False) -> dict[str, Any]:
-    """On these trees, of Q: the mean square error (Eq. 8), the part of it within states, and
-    `sibling_accuracy`."""
-    pairs = list(itertools.chain(*trees))
-    reader = scorer(qnet, plain, cache_gb=2.0)  # beside a training's moments
-    values = reader.score([Score(p.state, (p.action,)) for p in pairs])
-    scores = {(p.state, p.action): v for p, (v,) in zip(pairs, values, strict=True)}
-    square = within = 0.0
-    for family in itertools.chain(*map(families, trees)):
-        errors = [scores[p.state, p.action] - p.q for p in family]
-        mean = sum(errors) / len(errors)
-        square += sum(e**2 for e in errors)
-        within += sum((e - mean) ** 2 for e in errors)
-    n = max(1, len(pairs))
-    return {"mse": square / n, "within_mse": within / n} | sibling_accuracy(trees, scores)
-
-
-def sibling_accuracy(trees: list[Pairs], scores: dict, gap: float = 0.05) -> dict[str, Any]:
-    """Of the sibling pairs whose q differ by more than `gap`, the share whose scores agree.
-
-    Chance is .5.
+    qlass/fast packs more of a tree into one. tokens: what pairs share counts once.
     """
-    right = []
-    for family in itertools.chain(*map(families, trees)):
-        for a, b in itertools.combinations(family, 2):
-            if abs(a.q - b.q) > gap:
-                difference = scores[a.state, a.action] - scores[b.state, b.action]
-                right.append(0.5 if difference == 0 else float((difference > 0) == (a.q > b.q)))
-    accuracy = sum(right) / len(right) if right else None
-    return {"sibling_accuracy": accuracy, "sibling_pairs": len(right)}
+
+    pairs: Sequence[Pair]
+    tokens: int
+
+
+def group_of(chat: Chat, family: Pairs) -> Group:
+    """A family as a group."""
+    prompt = chat.prompt(family[0].state)
+    beginnings: set[tuple[int, ...]] = set()
+    for pair in family:
+        action = chat.action(pair.action, pair.state.task, len(prompt))
+        beginnings.update(tuple(action[:n]) for n in range(1, len(action) + 1))
+    return Group(family, len(prompt) + len(beginnings))
+
+
+def groups_of(chat: Chat, trees: list[Pairs], config: Config) -> list[Any]:
+    """The groups that an epoch shuffles."""
+    groups: list[Any] = []
+    for tree in trees:
+        together = families(tree) if config.rank_weight else [[pair] for pair in tree]
+        if config.plain:
+            groups += [group_of(chat, family) for family in together]
+        else:
+            from qlass.fast.packing import pack_pairs
+
+            groups += pack_pairs(chat, together, LOSS_FROM[config.loss_on], config.max_tokens)
+    return groups
+
+
+def loss_of(qnet: QNet, groups: Sequence[Any], config: Config) -> torch.Tensor:
+    """The sum of `family_loss` over the groups, ()."""
+    if config.plain:
+        settings = config.loss_on, config.rank_weight
+        return torch.stack([family_loss(qnet, group.pairs, *settings) for group in groups]).sum()
+    from qlass.fast.packing import packed_loss  # the same, at a fraction of the cost
+
+    return packed_loss(qnet, groups, config.rank_weight)
+
+
+def train(
+    qnet: QNet,
+    trees: list[Pairs],
+    held_out: list[Pairs],
+    config: Config,
+    out: Path,
+    precision: str,
+) -> dict[str, Any]:
+    """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
+    dtype = models.PRECISIONS[precision]
+    groups = groups_of(qnet.chat, trees, config)
+    rates = [(qnet.backbone, config.lr), (qnet.head, config.head_lr or config.lr)]
+    optimizer = models.adamw(rates, config.optim)
+    peaks = [parameters["lr"] for parameters in optimizer.param_groups]
+    sizes = [len(group.pairs) for group in groups]
+    order = [updates_of(sizes, config.batch, config.seed, epoch) for epoch in range(config.epochs)]
+    steps = sum(map(len, order))
+    log = TrainingLog(out, qnet, optimizer, steps, config)  # where a stopped training was
+    budget = 1 if config.plain else config.micro_tokens  # plain: one group at a time
+    for epoch in range(len(log.curve), config.epochs):
+        if log.is_over():
+            break
+        qnet.train()
+        done = len(log.updates)
+        for update in order[epoch][done:]:
+            batch = [groups[i] for i in update]
+            n = sum(len(group.pairs) for group in batch)
+            loss = 0.0
+            for some in processes.mine(micro_batches(batch, lambda group: group.tokens, budget)):
+                with autocast(qnet, dtype):
+                    part = loss_of(qnet, some, config) / n  # Eq. (11), per pair
+                part.backward()  # gradients accumulate
+                loss += part.item()
+            loss = processes.summed(qnet, loss)
+            clip(qnet, loss, log.step, config.lr)
+            for parameters, peak in zip(optimizer.param_groups, peaks, strict=True):
+                parameters["lr"] = peak * cosine(log.step, steps)
+            optimizer.step()
+            optimizer.zero_grad()
+            log.end_update(loss, tokens=sum(group.tokens for group in batch))
+        with autocast(qnet, dtype):
+            reader = scorer(qnet.eval(), config.plain, cache_gb=2.0)  # beside a training's moments
+            ranks = ranking(reader.score, held_out)
+        log.end_epoch(watched(ranks, held_out, config), held_out=ranks)
+    return log.finish()
+
+
+def watched(ranks: dict[str, Any], held_out: list[Pairs], config: Config) -> float | None:
+    """The error that chooses the epoch: with a rank weight that within states, else all of it."""
+    if len(held_out) < MIN_HELD_OUT:
+        return None
+    return ranks["within_mse" if config.rank_weight and ranks["sibling_pairs"] else "mse"]
 
 
 # --------------------------------------------------------------------------------------------- main
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = flags.Parser(__doc__, flags.defaults_text(PAPER, TINY, "models below 50 M parameters"))
-    add = parser.add_argument
-    add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
-    add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
-    add("--out", type=Path, help="default: RUN/qnet")
-    flags.add_training(parser, "(s, a) pairs")
-    carry = "tokens that carry the loss: all (Eq. 11) or last"
-    add("--loss-on", choices=LOSS_FROM, metavar="WHICH", help=carry)
-    text = "B times more loss on the differences of siblings (0: the paper)"
-    add("--rank-weight", type=real, default=0.0, metavar="B", help=text)
-    add("--head-lr", type=real, metavar="LR", help="of the value head (--lr)")
-    add("--freeze", action="store_true", help="train the head alone")
-    add("--plain", action="store_true", help="pair by pair: for models that read no token tree")
-    add("--max-tokens", type=positive, metavar="N", help="of a packed tree")
-    add("--limit", type=positive, metavar="N", help="number of trees (default: all)")
-    flags.add_prompt(parser)  # as the trees were grown
-    return runs.parse(parser, argv)
-
-
-def load(args: argparse.Namespace) -> tuple[QNet, Any]:
+def load(sft: Path, config: Config) -> tuple[QNet, Any]:
     """A QNet of the agent's weights and a new head, and PEFT's view of LoRA's updates (or None)."""
-    torch.manual_seed(args.seed)  # here: the agent may have been trained in this process just now
-    all_weights = not (args.lora or args.freeze)
-    options = agent.loading(args.sft, args)
-    backbone, chat = models.load_checkpoint(args.sft, AutoModel, train=all_weights, **options)
+    torch.manual_seed(config.seed)  # here: the agent may have been trained in this process just now
+    all_weights = not (config.lora or config.freeze)
+    options = agent.loading(sft, config)
+    backbone, chat = models.load_checkpoint(sft, AutoModel, train=all_weights, **options)
     qnet = QNet(backbone, chat)
-    memory = args.lora, args.lora_alpha, args.gradient_checkpointing
+    memory = config.lora, config.lora_alpha, config.gradient_checkpointing
     adapter = models.prepare_training(backbone, *memory)
-    if args.freeze:
+    if config.freeze:
         backbone.requires_grad_(False)
-    settings = TINY if sum(p.numel() for p in backbone.parameters()) < SMALL else PAPER
-    flags.fill_defaults(args, settings | ({"lr": flags.LORA_LR} if args.lora else {}))
     return qnet, adapter
 
 
-def save(qnet: QNet, args: argparse.Namespace, adapter: Any) -> None:
-    dtype = models.PRECISIONS[args.precision]
-    with files.draft_of(args.out) as folder:
+def save(qnet: QNet, out: Path, adapter: Any, precision: str) -> None:
+    dtype = models.PRECISIONS[precision]
+    with files.draft_of(out) as folder:
         qnet.backbone = models.full_weights(qnet.backbone, folder, adapter, dtype)
         qnet.save_pretrained(folder)
         models.read_back(folder, qnet.backbone)
-
-
-def read(args: argparse.Namespace, chat: Chat, process: Any) -> tuple[list[Pairs], dict[str, Any]]:
-    """Of each labelled tree the pairs that the model can read; figures for the metadata."""
-    tasks, trees, left_out = [], [], 0
-    labelled = files.read_trees(args.labels, ["q", "messages"])
-    for tree in itertools.islice(labelled, args.limit):
-        try:
-            pairs = pairs_of(tree)
-        except UserError as error:
-            name = f"the tree of task {tree[0]['task_id']}"
-            raise UserError(f"{args.labels}: {name}: {error}") from None
-        tasks.append(tree[0]["task_id"])
-        trees.append([pair for pair in pairs if chat.fits(pair.state, pair.action)])
-        left_out += len(pairs) - len(trees[-1])
-    if left_out:
-        why = "beyond the model's context (--truncate oldest cuts them)"
-        process.print(f"{left_out} pairs are left out: {why}")
-    return trees, {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
 
 
 def tell(out: Path, figures: dict[str, Any], ranks: dict[str, Any]) -> None:
@@ -348,27 +314,30 @@ def tell(out: Path, figures: dict[str, Any], ranks: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    args.labels = runs.need(args.labels, args.run / "q_labels.jsonl", "bellman", args)
-    args.sft = runs.need(args.sft, args.run / "sft", "sft", args)
-    args.out = files.checkpoint_folder(args.out or args.run / "qnet", args.sft)
-    inputs = {"labels": args.labels, "sft": args.sft}
-    with training.processes(args) as process:
-        qnet, adapter = load(args)
-        trees, counts = read(args, qnet.chat, process)
-        learned, held_out = hold_out(trees)
+    config = read(Config, __doc__, argv)
+    labels = runs.find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
+    sft = runs.find_or_make(config.sft, "sft", "sft", config)
+    out = files.checkpoint_folder(config.out or config.run / "qnet", sft)
+    inputs: runs.Inputs = {"labels": labels, "sft": sft}
+    with processes.together(out, config.device) as first:
+        qnet, adapter = load(sft, config)
+        trees, counts = read_pairs(labels, qnet.chat, config.limit)
+        learned, held_out = hold_out(trees, counts["tasks"])
         if not any(learned):
-            raise UserError(f"{args.labels}: no pair of (s, a) to train on")
-        recipe = training.begin(args, **inputs)
-        if recipe is None:
+            raise UserError(f"{labels}: no pair of (s, a) to train on")
+        found = agent.settled(config)
+        world = {"env_files": begun_with(config.run).get("env_files")}
+        recipe = runs.recipe_of(config.recipe() | world | found, inputs)
+        if is_trained(out, config, recipe, inputs, first):
             return
-        figures = train(qnet, learned, held_out, args) | counts
-        if process.is_main_process:
+        figures = train(qnet, learned, held_out, config, out, found["precision"])
+        if first:
             ranks = figures["curve"][figures["best_epoch"] - 1]["held_out"]
-            runs.write_meta(args.out, args, recipe, inputs, **figures, held_out=ranks)
-            save(qnet, args, adapter)
-            tell(args.out, figures, ranks)
+            runs.write_meta(out, config, recipe, inputs, **figures, **counts, held_out=ranks)
+            save(qnet, out, adapter, found["precision"])
+            files.discard(runs.states_of(out))
+            tell(out, figures | counts, ranks)
 
 
 if __name__ == "__main__":
-    flags.run_stage(main)
+    run_stage(main)

@@ -16,15 +16,15 @@ times more is done a second, or how many times less is used. Seconds are CPU tim
     alfworld  loads and steps of random walks. Plain: TextWorld, where requirements-alfworld.txt is installed
 """
 
-import argparse
 import contextlib
+import dataclasses
 import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,19 +39,35 @@ from experiments import drive_in_order
 from qlass import UserError
 from qlass.batching import Sample, Score, ask
 from qlass.chat import Chat, Rendering
+from qlass.config import Positive, parse, run_stage
 from qlass.fast.decode import FastPolicy
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import batches
-from qlass.flags import run_stage
 from qlass.messages import State, react, uniforms
 from qlass.models import load_checkpoint
+from qlass.pairs import Pair, pairs_of
 from qlass.policy import Policy
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
-from train_qnet import LOSS_FROM, TINY, Pair, QNet, family_loss, pairs_of, scorer
+from train_qnet import LOSS_FROM, QNet, family_loss, scorer
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 TEXT = 17  # tokens of a demonstration's mean action
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    only: tuple[Literal["sampling", "trees", "qnet", "webshop", "alfworld"], ...] = (
+        "sampling",
+        "trees",
+        "qnet",
+        "webshop",
+        "alfworld",
+    )  # parts to time
+    model: str | None = None  # checkpoint of `sampling` (a tiny random Llama)
+    repeats: Positive = 3  # of `sampling`
+    webshop_data: str | None = None  # WebShop's own files (the bundled catalogue)
+    alfworld_data: str | None = None  # ALFWorld's games ($ALFWORLD_DATA, else bundled ones)
 
 
 def line(name: str, plain: float | None, ours: float, unit: str, spread: tuple[float, ...] = ()) -> str:
@@ -195,7 +211,7 @@ def packed(net: QNet, trees: list[list[Pair]]) -> int:
     for pairs in trees:
         packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], LOSS_FROM["all"], max_tokens=1024))
         tokens += sum(len(pack.tree) for pack in packs)
-        for group in batches(packs, lambda pack: len(pack.tree), TINY["micro_tokens"]):
+        for group in batches(packs, lambda pack: len(pack.tree), 2048):
             packed_loss(net, [packs[i] for i in group]).backward()
     return tokens
 
@@ -271,24 +287,16 @@ def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) ->
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add = parser.add_argument
-    names = ["sampling", "trees", "qnet", "webshop", "alfworld"]
-    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"some of {', '.join(names)}")
-    add("--model", metavar="PATH", help="checkpoint of `sampling` (default: a tiny random Llama)")
-    add("--repeats", type=int, default=3, metavar="N", help="of `sampling` (default: %(default)s)")
-    add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
-    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
-    args = parser.parse_args(argv)
+    config = parse(Config, argv, doc=__doc__)
     torch.set_num_threads(1)
     parts: dict[str, Callable[[], Iterable[str]]] = {
-        "sampling": partial(three_cases, args.model, args.webshop_data, args.repeats),
+        "sampling": partial(three_cases, config.model, config.webshop_data, config.repeats),
         "trees": trees,
         "qnet": qnet,
-        "webshop": partial(webshop, args.webshop_data),
-        "alfworld": partial(alfworld, args.alfworld_data),
+        "webshop": partial(webshop, config.webshop_data),
+        "alfworld": partial(alfworld, config.alfworld_data),
     }
-    for name in args.only:
+    for name in config.only:
         for text in parts[name]():
             print(text, flush=True)
 

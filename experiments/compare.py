@@ -1,7 +1,7 @@
 """All methods side by side: those of q_search.py, the environment's own players, and oracles, which see the reward.
 
     python -m experiments.compare --env webshop --skip 400 --limit 0    # --method all
-    python -m experiments.compare --env webshop --method greedy qlass -M 2 4 --paraphrase
+    python -m experiments.compare --env webshop --method greedy qlass -M 2 4 --paraphrase 0
 
     rule, expert, oracle   the environment's own players: a rule without learning; the expert; one that knows all
     oracle_step            of M candidates the one behind which most can be reached (TextEnv.optimal_value)
@@ -14,21 +14,23 @@ Result lines are q_search.py's; `player` names the rule. With --paraphrase each 
 wording of the task (App. A.3.2, experiments/paraphrase.py).
 """
 
-import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Generator
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
 
 import envs
 import q_search
-from experiments.paraphrase import Reworded, paraphrased, prompt_tokens
-from q_search import Method, Player
+from experiments.belief import imagine
+from experiments.paraphrase import paraphrased, prompt_tokens
+from q_search import Method, methods_of
 from qlass import UserError, results
 from qlass.batching import Sample, Score
-from qlass.flags import at_least, run_stage
+from qlass.chat import Chat
+from qlass.config import Natural, Positive, free, run_stage
 from qlass.messages import State, parse_action, react
 from qlass.results import Episode, Step, describe
 
@@ -36,7 +38,18 @@ PLAYERS = ("rule", "expert", "oracle")
 # By what they score, where the episode goes on, and in how many drawn worlds (0: in the true one).
 ORACLES = {"oracle_step": ("truth", 0), "oracle_belief": ("truth", 8), "oracle_lookahead": ("q", 0)}
 UNTRIED = {"untried_likeliest": "likeliest", "untried_qlass": "qlass"}
-COMPARED = [2, 4, 6]  # M and N of `all`
+Searches = Literal["oracle_step", "oracle_belief", "oracle_lookahead", "untried_likeliest", "untried_qlass"]
+Name = Literal[q_search.Name, Searches, "rule", "expert", "oracle", "all"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(q_search.Config):
+    """q_search.py's settings, and whose wordings the agent reads."""
+
+    method: tuple[Name, ...] = free(("all",))  # one or more of the table above
+    M: Annotated[tuple[Positive, ...], arg(aliases=["-M"])] = free(())  # candidates (2; with all: 2 4 6)
+    paraphrase: Natural | None = None  # wordings of a task, one for each candidate (0: all different)
+    paraphrase_server: str | None = None  # a chat server that words tasks, in place of rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +57,27 @@ class Variant(Method):
     """A method of an experiment. Its `scores` may ask the environment, too."""
 
     player: str | None = None  # which rule, or with which settings
-    env: Any = dataclasses.field(default=None, compare=False)  # of the episode: `Comparison` fills it in
+    env: Any = dataclasses.field(default=None, compare=False)  # of the episode: `play` fills it in
     looks: bool = False  # it steps every candidate, which costs environment steps
+
+    def play(self, env: envs.TextEnv, task_id: str, chat: Chat, played: dict) -> Generator[Any, Any, dict]:
+        if self.env is None:
+            method = dataclasses.replace(self, env=env)
+            return (yield from method.play(env, task_id, chat, played))
+        return (yield from super().play(env, task_id, chat, played))
+
+    def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:
+        outcome = super().outcome(chat, best, episodes)
+        if self.looks:
+            outcome["env_steps"] += sum(len(step.candidates) for steps in episodes for step in steps)
+        return outcome
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"player": self.player}
 
     def __str__(self) -> str:
-        return super().__str__().replace(self.name, f"{self.name}:{self.player}" if self.player else self.name, 1)
+        name = f"{self.name}:{self.player}" if self.player else self.name
+        return super().__str__().replace(self.name, name, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +88,7 @@ class Oracle(Variant):
 
     def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
         q = (yield Score(state, tuple(actions))) if self.by == "q" else [None] * len(actions)
-        worlds = [self.env.imagine(*key, number) for number in range(self.drawn)] or [self.env]
+        worlds = [imagine(self.env, *key, number) for number in range(self.drawn)] or [self.env]
         values = [[ahead(world, state, *pair) for pair in zip(actions, q, strict=True)] for world in worlds]
         return list(map(fmean, zip(*values, strict=True)))
 
@@ -90,116 +116,118 @@ class Untried(Variant):
         return [q if first else -math.inf for q, first in zip(scores, new, strict=True)] if any(new) else scores
 
 
-def follow(env: envs.TextEnv, task_id: str, method: Variant) -> Episode:
-    """An episode of one of the environment's own players, which draw nothing."""
-    state = State.first(env, *env.reset(options={"task_id": task_id}))
-    steps: Episode = []
-    moves = env.rules()[method.player]() if method.player else getattr(env, method.name)(task_id)
-    for thought, move in moves:
-        action = react(thought, move)
-        after, reward, done = state.act(env, action)
-        steps.append(Step(state, [], [], [], action, after.observation, reward))
-        state = after
-        if done:
-            break
-    if not steps:
-        raise UserError(f"{env.name}: {method} does nothing in task {task_id}")
-    return steps
+@dataclasses.dataclass(frozen=True)
+class Player(Method):
+    """One of the environment's own players, which draw nothing; player: the name of a rule."""
+
+    player: str | None = None
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"player": self.player}
+
+    def play(self, env: envs.TextEnv, task_id: str, chat: Chat, played: dict) -> Generator[Any, Any, dict]:
+        yield from ()  # it asks no model
+        steps = self.episode(env, task_id)
+        return describe(steps, [steps], {"tokens": {"prompt": 0, "generated": 0, "scored": 0}})
+
+    def episode(self, env: envs.TextEnv, task_id: str) -> Episode:
+        state = State.first(env, *env.reset(options={"task_id": task_id}))
+        steps: Episode = []
+        moves = env.rules()[self.player]() if self.player else getattr(env, self.name)(task_id)
+        for thought, move in moves:
+            action = react(thought, move)
+            after, reward, done = state.act(env, action)
+            steps.append(Step(state, [], [], [], action, after.observation, reward))
+            state = after
+            if done:
+                break
+        if not steps:
+            raise UserError(f"{env.name}: {self} does nothing in task {task_id}")
+        return steps
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.player}" if self.player else self.name
 
 
-class Comparison(Player):
-    """Plays environments' own players and oracles too."""
+def under_wordings(method: Method) -> Method:
+    """The same method, whose candidates are sampled under wordings: it reads more tokens."""
 
-    def play(self, env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
-        if method.name in PLAYERS:
-            steps = follow(env, task_id, method)
-            return describe(steps, [steps], {"tokens": {"prompt": 0, "generated": 0, "scored": 0}})
-        if isinstance(method, Variant):
-            method = dataclasses.replace(method, env=env)
-        return (yield from super().play(env, task_id, method))
+    class Worded(type(method)):
+        def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:
+            outcome = super().outcome(chat, best, episodes)
+            outcome["tokens"]["prompt"] = prompt_tokens(chat, episodes)
+            return outcome
 
-    def outcome(self, method: Method, best: Episode, episodes: list[Episode]) -> dict:
-        outcome = super().outcome(method, best, episodes)
-        if isinstance(method, Variant) and method.looks:
-            outcome["env_steps"] += sum(len(step.candidates) for steps in episodes for step in steps)
-        if isinstance(best[0].drawn[0], Reworded):
-            outcome["tokens"]["prompt"] = prompt_tokens(self.chat, episodes)
-        return outcome
+    return Worded(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
 
 
-def plan_of(env: envs.TextEnv, args: argparse.Namespace) -> list[Method]:
-    """The methods that the flags name."""
-    plans = q_search.methods(args)
-    for name, (by, drawn) in ORACLES.items():
-        own = {"name": name, "by": by, "drawn": drawn, "looks": not drawn}
-        plans[name] = [Oracle(**vars(method) | own) for method in plans["qlass"]]
-    for name, search in UNTRIED.items():
-        plans[name] = [Untried(**vars(method), player="untried first") for method in plans[search]]
-    plans |= {
-        "oracle": [Variant("oracle")],
-        "expert": [Variant("oracle" if env.omniscient else "expert")],  # who knows more than the pages is an oracle
-        "rule": [Variant("rule", player=name) for name in env.rules()],
-    }
-    if "rule" in args.method and not plans["rule"]:
-        raise UserError(f"--method rule: {env.name} has no rules that play it")
-    if "oracle_belief" in args.method and not hasattr(env, "imagine"):
+def plan_of(env: envs.TextEnv, config: Config) -> list[Method]:
+    """The methods that the settings name."""
+    if "oracle_belief" in config.method and env.name != "alfworld":
         raise UserError(f"--method oracle_belief: {env.name} draws no worlds that agree with what was seen")
-    plans["all"] = everything(env, args, plans) if "all" in args.method else []
-    return list({str(method): method for name in args.method for method in plans[name]}.values())
+    if "rule" in config.method and not env.rules():
+        raise UserError(f"--method rule: {env.name} has no rules that play it")
+    plan = []
+    for name in config.method:
+        plan += everything(env, config) if name == "all" else methods_named(name, env, config)
+    return list({str(method): method for method in plan}.values())
 
 
-def everything(env: envs.TextEnv, args: argparse.Namespace, plans: dict[str, list[Method]]) -> list[Method]:
+def methods_named(name: str, env: envs.TextEnv, config: Config) -> list[Method]:
+    """The methods of a name, with every -M and -N that it has."""
+    if name == "rule":
+        return [Player("rule", player=rule) for rule in env.rules()]
+    if name in PLAYERS:  # who knows more than the pages is an oracle
+        return [Player("oracle" if env.omniscient else name)]
+    if name in ORACLES:
+        by, drawn = ORACLES[name]
+        own = {"name": name, "by": by, "drawn": drawn, "looks": not drawn}
+        return [Oracle(**vars(method) | own) for method in methods_of("qlass", config)]
+    if name in UNTRIED:
+        searches = methods_of(UNTRIED[name], config)
+        return [Untried(**vars(method), player="untried first") for method in searches]
+    return methods_of(name, config)
+
+
+def everything(env: envs.TextEnv, config: Config) -> list[Method]:
     """The comparison of all methods."""
-    plan = [method for name in ("oracle", "expert", "rule", "greedy", "sample") for method in plans[name]]
-    (sample,) = plans["sample"]
-    plan += [dataclasses.replace(sample, name="best_of_n", N=n, select=by) for by in ("q", "oracle") for n in args.M]
+    named = {
+        name: methods_named(name, env, config)
+        for name in ("oracle", "expert", "rule", "greedy", "sample", "random", "oracle_step", "qlass", "likeliest")
+    }
+    plan = [method for name in ("oracle", "expert", "rule", "greedy", "sample") for method in named[name]]
+    (sample,) = named["sample"]
+    for by in ("q", "oracle"):
+        plan += [dataclasses.replace(sample, name="best_of_n", N=n, select=by) for n in config.M]
     valued = type(env).optimal_value is not envs.TextEnv.optimal_value
-    most, widest = max(args.M), plans["random"] + plans["oracle_step"] * valued
-    searches = [method for method in widest if most == method.M]
-    searches += plans["qlass"] + plans["likeliest"] * (not args.server)  # a server tells no log-probability
+    widest = named["random"] + (named["oracle_step"] if valued else [])
+    searches = [method for method in widest if max(config.M) == method.M]
+    searches += named["qlass"]
+    if not config.server:  # which tells no log-probability
+        searches += named["likeliest"]
     return plan + [dataclasses.replace(method, N=1, select=None) for method in searches]
 
 
-def parser(module: str, doc: str, rest: str = "") -> argparse.ArgumentParser:
-    """Of an experiment that has q_search.py's flags beside its own, as `with_search` reads them."""
-    name, text = f"python -m experiments.{module}", f"further flags: those of q_search.py{rest}"
-    return argparse.ArgumentParser(name, description=doc.split("\n")[0], epilog=text, allow_abbrev=False)
-
-
-def with_search(flags: argparse.ArgumentParser, argv: list[str] | None, *recipe: str) -> argparse.Namespace:
-    """An experiment's own flags and those of q_search.py. Each line tells the own ones, but for those in the recipe."""
-    argv = sys.argv[1:] if argv is None else argv
-    own, rest = flags.parse_known_args(argv)
-    args = q_search.arguments(rest)
-    args.free = [*args.free, *(name for name in vars(own) if name not in recipe)]
-    return argparse.Namespace(**vars(args) | vars(own) | {"argv": [*argv]})
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = parser("compare", __doc__)
-    add = flags.add_argument
-    names = ["all", "greedy", "sample", "best_of_n", "random", "likeliest", "qlass", *ORACLES, *UNTRIED, *PLAYERS]
-    add("--method", nargs="+", default=["all"], choices=names, metavar="NAME", help=", ".join(names))
-    add("-M", nargs="+", type=at_least(1), help="candidates a step (default: 2; with all: 2 4 6)")
-    wordings = "wordings per task, one per candidate (no N: all different)"
-    add("--paraphrase", nargs="?", type=at_least(0), const=0, metavar="N", help=wordings)
-    add("--paraphrase-server", metavar="URL", help="wordings by a chat server, not by rules")
-    args = with_search(flags, argv, "paraphrase", "paraphrase_server")
-    args.M = args.M or (COMPARED if "all" in args.method else [q_search.PAPER["M"]])
-    if args.paraphrase is not None or args.paraphrase_server:
-        args.label = args.label or "paraphrased"
-    return args
+def settings_of(argv: list[str] | None) -> Config:
+    config = q_search.settings_of(Config, __doc__, argv)
+    if not config.M:
+        config = dataclasses.replace(config, M=(2, 4, 6) if "all" in config.method else (2,))
+    if config.paraphrase is not None or config.paraphrase_server:
+        config = dataclasses.replace(config, label=config.label or "paraphrased")
+    return config
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env, tasks = q_search.environment(args)
-    plan = plan_of(env, args)
-    chat, models = None, {}  # none, if only players play
-    if any(method.name not in PLAYERS for method in plan):
-        chat, models = q_search.load(args, env, any(method.needs_q for method in plan))
-        models[Sample] = paraphrased(models[Sample], env, args.paraphrase, args.paraphrase_server)
-    results.play(args, env, tasks, plan, Comparison(chat).play, models)
+    config = settings_of(argv)
+    env, tasks = q_search.environment(config)
+    plan = plan_of(env, config)
+    chat, models, inputs = None, {}, {"sft": config.sft}  # if only players play
+    if not all(isinstance(method, Player) for method in plan):
+        chat, models, inputs = q_search.load(config, env, any(method.needs_q for method in plan))
+        models[Sample] = paraphrased(models[Sample], env, config.paraphrase, config.paraphrase_server)
+    if config.paraphrase is not None or config.paraphrase_server:
+        plan = [method if isinstance(method, Player) else under_wordings(method) for method in plan]
+    results.play(config, env, tasks, plan, chat, models, inputs)
 
 
 if __name__ == "__main__":

@@ -14,33 +14,48 @@ tree_grpo. The reference is the agent that made the pairs: the agent at the star
 RUN/sft. --budget counts a beginning that two trajectories share once in each epoch, and not what was only played.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
 import envs
+from experiments import learning
 from experiments.decisions import Decision, PackedDecisions
-from experiments.learning import Learner, batch_of, learn, learner_parser, load
+from experiments.learning import Learner, batch_of, learn, load
 from experiments.self_train import OTHER_LUCK
 from q_search import Method
 from qlass import UserError
 from qlass.batching import ask
 from qlass.chat import Chat, Rendering
+from qlass.config import Positive, Real, free, read, run_stage
 from qlass.files import read_trees
-from qlass.flags import at_least, run_stage
 from qlass.messages import State
-from qlass.published import Demonstration, by_task, cloned_from, read
-from qlass.runs import need, parse
-from train_qnet import families, pairs_of
+from qlass.pairs import families, pairs_of
+from qlass.published import Demonstration, by_task, cloned_from
+from qlass.published import read as read_demonstrations
+from qlass.runs import Inputs, find_or_make
 
-LR = {"webshop": 2e-5, "alfworld": 3e-5, "others": 1e-4}  # of the tiny model
 GAP = 0.05  # siblings whose q differ by less are level
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(learning.Config):
+    """ETO's, but for the number of tasks and of pairs."""
+
+    stage: ClassVar[str] = "eto"
+
+    pairs: Literal["expert", "siblings"] = "expert"  # what is compared
+    beta: Real = 0.1  # of the DPO loss
+    batch_tasks: Positive = 100  # tasks or trees an iteration
+    epochs: Positive = 3  # passes over its pairs
+    batch: Positive = 16  # pairs an update
+    every: Positive = 1  # iterations a validation
+    labels: Path | None = free(None)  # RUN/q_labels.jsonl, made if missing
 
 
 class Preference(NamedTuple):
@@ -152,47 +167,36 @@ def train(learner: Learner, preferences: list[Preference], updates: int, epochs:
     return {"updates": updates, "tokens": tokens, "loss": round(loss / n, 6), "right": round(right / n, 6)}
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = learner_parser(__doc__, "ETO: beta .1, lr 1e-6, 3 epochs.", every=1)
-    add = flags.add_argument
-    add("--pairs", choices=["expert", "siblings"], default="expert", help="what is compared (default: %(default)s)")
-    add("--beta", type=at_least(0, float), default=0.1, help="of the DPO loss (default: %(default)s)")
-    add("--batch-tasks", type=at_least(1), default=100, metavar="N", help="tasks or trees an iteration (%(default)s)")
-    add("--epochs", type=at_least(1), default=3, metavar="N", help="passes over its pairs (default: %(default)s)")
-    add("--batch", type=at_least(1), default=16, metavar="N", help="pairs an update (default: %(default)s)")
-    add("--lr", type=at_least(0, float), help="1e-6 (--lora: 1e-5); tiny: webshop 2e-5, alfworld 3e-5, others 1e-4")
-    add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
-    add("--name", help="of the checkpoint RUN/sft-NAME (default: eto, or eto-siblings)")
-    args = parse(flags, argv)
-    args.name = args.name or ("eto" if args.pairs == "expert" else "eto-siblings")
-    return args
-
-
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env = envs.from_arguments(args)
+    config = read(Config, __doc__, argv)
+    name = config.name or ("eto" if config.pairs == "expert" else "eto-siblings")
+    config = dataclasses.replace(config, name=name)
+    env = envs.from_config(config)
+    sft = find_or_make(config.sft, "sft", "sft", config)
+    inputs: Inputs = {"sft": sft}
     # The reference of an iteration's failures is the agent that made them: itself, before its updates.
-    learner = load(args, env, LR, copied=args.pairs == "siblings")
+    learner = load(sft, config, env, copied=config.pairs == "siblings")
     rendering = learner.chat.rendering
-    if args.pairs == "expert":
-        source, most = cloned_from(args.sft)
-        source = source or args.run / "expert.jsonl"
-        shown, training_tasks = read(source, env, most), set(env.task_ids("train"))
+    if config.pairs == "expert":
+        source, most = cloned_from(sft)
+        source = source or config.run / "expert.jsonl"
+        shown, training_tasks = read_demonstrations(source, env, most), set(env.task_ids("train"))
         expert = by_task(shown, env)
         pool = [task for task, best in expert.items() if best.reward is not None and task in training_tasks]
         if not pool:
             lack = "none of its demonstrations has the id and the reward of a training task, which are compared"
             raise UserError(f"{source}: {lack}: --pairs siblings, or another --sft")
-        learned, inputs = {demonstration.task_id for demonstration in shown}, {"expert": source}
+        learned = {demonstration.task_id for demonstration in shown}
+        inputs["expert"] = source
     else:
-        args.labels = need(args.labels, args.run / "q_labels.jsonl", "bellman", args)
-        trees = list(read_trees(args.labels, ["q", "messages"]))
+        inputs["labels"] = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
+        trees = list(read_trees(inputs["labels"], ["q", "messages"]))
         pool = range(len(trees))
-        learned, inputs = {tree[0]["task_id"] for tree in trees}, {"labels": args.labels}
+        learned = {tree[0]["task_id"] for tree in trees}
 
     def explored(tasks: list[str], last: dict) -> tuple[list[Preference], dict]:
         """Trajectories of the agent against the expert's, and what they cost and earned."""
-        played = learner.episodes(env, tasks, Method("sample"), args.seed + OTHER_LUCK * (last["batch"] + 1))
+        played = learner.episodes(env, tasks, Method("sample"), config.seed + OTHER_LUCK * (last["batch"] + 1))
         return list(failures(env, rendering, played, expert)), {
             "reward": round(float(np.mean([line["reward"] for line in played])), 6),
             "played": last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played),
@@ -201,20 +205,20 @@ def main(argv: list[str] | None = None) -> None:
 
     def compared(numbers: list[int], last: dict) -> tuple[list[Preference], dict]:
         """Siblings of some exploration trees, whose steps count when they are first read."""
-        fresh = numbers[: max(0, len(trees) - last["batch"] * args.batch_tasks)]
+        fresh = numbers[: max(0, len(trees) - last["batch"] * config.batch_tasks)]
         env_steps = last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)
         return [pair for i in numbers for pair in siblings(env, rendering, trees[i])], {"env_steps": env_steps}
 
     def iteration(last: dict) -> dict:
-        drawn = batch_of(pool, args.seed, last["batch"], args.batch_tasks)
-        gather = explored if args.pairs == "expert" else compared
+        drawn = batch_of(pool, config.seed, last["batch"], config.batch_tasks)
+        gather = explored if config.pairs == "expert" else compared
         preferences, figures = gather(list(dict.fromkeys(drawn)), last)  # each once, where two passes meet
-        spent = train(learner, preferences, last["updates"], args.epochs, args.batch, args.beta)
+        spent = train(learner, preferences, last["updates"], config.epochs, config.batch, config.beta)
         spent["tokens"] += last["tokens"]
         return {"batch": last["batch"] + 1, "pairs": len(preferences), **spent, **figures}
 
     # A token counts three times in an update, and goes through the reference once for all epochs.
-    learn(learner, env, iteration, args, 3 + 1 / args.epochs, learned, **inputs)
+    learn(learner, env, iteration, config, 3 + 1 / config.epochs, learned, inputs)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ python -m experiments.gpu_check model DIR       # DIR/base: random weights in th
 python -m experiments.gpu_check figures DIR     # after the stages: the table DIR/gpu_check.md
 """
 
-import argparse
+import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
+from tyro.conf import Positional
 
 import envs
 from experiments.bench import random_agent
@@ -21,11 +22,12 @@ from qlass import UserError, models
 from qlass.agent import load_policy
 from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
+from qlass.config import parse, run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.files import read_trees
-from qlass.flags import run_stage
 from qlass.messages import State
-from train_qnet import LOSS_FROM, QNet, pairs_of
+from qlass.pairs import pairs_of
+from train_qnet import LOSS_FROM, QNet
 
 GPU = torch.cuda.is_available()
 LLAMA_2_7B = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
@@ -145,19 +147,18 @@ def figures(run: Path) -> Iterator[str]:
         yield f"| {name} | {cells} |"
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["model", "figures"])
-    parser.add_argument("run", type=Path)
-    return parser.parse_args(argv)
+@dataclasses.dataclass(frozen=True)
+class Config:
+    what: Positional[Literal["model", "figures"]] = "figures"
+    run: Positional[Path] = Path("runs/gpu_check")
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    if args.what == "model":
-        return make_model(args.run / "base")
-    with open(args.run / "gpu_check.md", "w", encoding="utf-8") as page:
-        for line in figures(args.run):
+    config = parse(Config, argv, doc=__doc__)
+    if config.what == "model":
+        return make_model(config.run / "base")
+    with open(config.run / "gpu_check.md", "w", encoding="utf-8") as page:
+        for line in figures(config.run):
             print(line, flush=True)
             print(line, file=page, flush=True)
 

@@ -5,12 +5,12 @@ one: what was spent so far, and figures of the batch. `learn` calls it until the
 batches spend nothing.
 """
 
-import argparse
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,36 +20,34 @@ import envs
 from experiments import drive_in_order
 from experiments.self_train import trajectories
 from q_search import Method
-from qlass import UserError, flags, models, runs
-from qlass.agent import begin_as_cloned
+from qlass import UserError, models, runs
+from qlass.agent import begin_as_cloned, settled
 from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
+from qlass.config import Memory, Natural, Positive, Prompt, Real, free
 from qlass.fast.decode import FastPolicy
 from qlass.files import checkpoint_folder, draft_of, locked, write_jsonl
-from qlass.flags import Parser, at_least
 from qlass.messages import uniforms
 from qlass.published import learned_tasks
-from train_qnet import SMALL
 
 WARMUP = 4  # updates
 PATIENCE = 8  # batches that spend nothing: all trees were read, or no two trajectories differ
-LR_PRETRAINED, LR_LORA = 1e-6, 1e-5
+SMALL = 50_000_000  # parameters
 GREEDY = Method("greedy", temperature=0.0)
 SPENT = {"batch": 0, "updates": 0, "tokens": 0, "env_steps": 0}  # the first line: the agent as it comes
 
 
-def learner_parser(doc: str, epilog: str, every: int) -> Parser:
-    """A parser with the flags that all learners have."""
-    learner = Parser(doc, epilog)
-    add, free = learner.add_argument, learner.free
-    free("--budget", type=at_least(0, float), default=1e6, metavar="N", help="what to spend (default: %(default).0f)")
-    free("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
-    add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
-    add("--every", type=at_least(1), default=every, metavar="N", help="batches a validation (default: %(default)s)")
-    add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    flags.add_memory(learner)
-    flags.add_prompt(learner)
-    return learner
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Memory, Prompt):
+    """The settings that all learners have."""
+
+    name: str = ""  # of the checkpoint RUN/sft-NAME
+    sft: Path | None = free(None)  # checkpoint of the agent (RUN/sft, made if missing)
+    lr: Real = 1e-6  # learning rate, after a few updates of warm-up
+    budget: Real = free(1e6)  # what to spend
+    budget_in: Literal["tokens", "env_steps"] = free("tokens")  # each unique token counts once
+    val: Natural = 100  # validation tasks (0: all)
+    every: Positive = 4  # batches a validation
 
 
 class Learner:
@@ -108,28 +106,22 @@ class Learner:
         return state["lines"]
 
 
-def load(args: argparse.Namespace, env: envs.TextEnv, rates: dict[str, float], copied: bool = True) -> Learner:
-    """The agent, which is to play `env`. The reference is a copy, or itself. rates: the tiny model's, without --lr."""
-    args.sft = runs.need(args.sft, args.run / "sft", "sft", args)
-    args.precision = None
-    models.settle_precision(args)
-    torch.manual_seed(args.seed)
-    model, chat, adapter = trainable(args, AutoModelForCausalLM)
-    begin_as_cloned(env, chat.rendering, args)
-    small = model.num_parameters() < SMALL
-    lr = rates.get(args.env, rates["others"]) if small else LR_LORA if args.lora else LR_PRETRAINED
-    flags.fill_defaults(args, {"lr": lr})
+def load(sft: Path, config: Config, env: envs.TextEnv, copied: bool = True) -> Learner:
+    """The agent, which is to play `env`. The reference is a copy, or itself."""
+    torch.manual_seed(config.seed)
+    model, chat, adapter = trainable(sft, config, AutoModelForCausalLM)
+    begin_as_cloned(env, chat.rendering, config)
     # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
     frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
     reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model
-    return Learner(model, reference, chat, args.lr, args.optim, adapter)
+    return Learner(model, reference, chat, config.lr, config.optim, adapter)
 
 
-def trainable(args: argparse.Namespace, kind: Any) -> tuple[Any, Chat, Any]:
-    """--sft as a model of class `kind` that trains as the flags ask, its Chat, and PEFT's view of LoRA's updates."""
-    how = {"train": not args.lora, "rendering": Rendering.load(args.sft, args, ["max_new_tokens", "truncate"])}
-    model, chat = models.load_checkpoint(args.sft, kind, args.device, args.load_in, **how)
-    adapter = models.prepare_training(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
+def trainable(sft: Path, config: Config, kind: Any) -> tuple[Any, Chat, Any]:
+    """`sft` as a model of class `kind` that trains as the settings ask, its Chat, and PEFT's view of LoRA's updates."""
+    how = {"train": not config.lora, "rendering": Rendering.load(sft, config)}
+    model, chat = models.load_checkpoint(sft, kind, config.device, config.load_in, **how)
+    adapter = models.prepare_training(model, config.lora, config.lora_alpha, config.gradient_checkpointing)
     # Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled.
     rates = ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop")
     for module, name in itertools.product(model.modules(), rates):
@@ -147,53 +139,60 @@ def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[An
 
 
 def learn(
-    learner: Learner, env: envs.TextEnv, iterate: Callable[[dict], dict], args: argparse.Namespace,
-    passes: float, learned: Iterable[str | None], **inputs: Path | None,
-) -> None:  # fmt: skip
+    learner: Learner,
+    env: envs.TextEnv,
+    iterate: Callable[[dict], dict],
+    config: Config,
+    passes: float,
+    learned: Iterable[str | None],
+    inputs: runs.Inputs,
+) -> None:
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
     larger --budget continues. All are of the last validation; the last batch of a smaller budget has one too.
 
     passes: how often a token that was spent went forward, a backward pass counted as two; "played" of a line are tokens
-    that went forward once. learned: tasks that are played or read. inputs: what is read besides the agent.
+    that went forward once. learned: tasks that are played or read. inputs: the agent "sft", and what else is read.
     """
-    folder = checkpoint_folder(args.run / f"sft-{args.name}", args.sft)
+    folder = checkpoint_folder(config.run / f"sft-{config.name}", inputs["sft"])
     log, state = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
-    unit, lines = args.budget_in, []
-    known, inputs = learned_tasks(learned, args.sft, args), {"sft": args.sft, **inputs}
-    tasks = env.task_ids("val")[: args.val or None]
+    unit, lines = config.budget_in, []
+    known = learned_tasks(learned, inputs["sft"], env)
+    tasks = env.task_ids("val")
+    tasks = tasks[: config.val] if config.val else tasks
     if not tasks:
         raise UserError(f"{env.name}: no validation tasks here, by which the best checkpoint is chosen")
 
     def over() -> bool:
         stalled = len(lines) > PATIENCE and lines[-1][unit] == lines[-1 - PATIENCE][unit]
-        return lines[-1][unit] >= args.budget or stalled
+        return lines[-1][unit] >= config.budget or stalled
 
     def best() -> dict:
         return max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
 
     with locked(folder):
-        recipe = runs.claim(folder, args, inputs)
-        for old in (state, log) if args.overwrite else ():
+        recipe = runs.recipe_of(config.recipe() | env.settings | settled(config), inputs)
+        recipe = runs.claim(folder, recipe, config.overwrite)
+        for old in (state, log) if config.overwrite else ():
             old.unlink(missing_ok=True)
         if state.exists():
             lines = learner.resume(state)
         elif log.exists():  # else the agent as it comes would replace the best one
-            raise UserError(f"{state}: is missing, so {args.name} can't go on: --overwrite starts again")
+            raise UserError(f"{state}: is missing, so {config.name} can't go on: --overwrite starts again")
         else:
-            runs.write_meta(folder, args, recipe, inputs)  # first, since a folder without is not ours
-        if len(lines) > 1 and lines[-2][unit] >= args.budget:  # its best agent may have cost more
+            runs.write_meta(folder, config, recipe, inputs)  # first, since a folder without is not ours
+        if len(lines) > 1 and lines[-2][unit] >= config.budget:  # its best agent may have cost more
             raise UserError(f"{folder}: {lines[-1][unit]:,} {unit} are spent: raise --budget, or give another --name")
         while not lines or not over():
             line = (iterate(lines[-1]) if lines else SPENT) | {"val": None}
             lines.append(line)
-            if line["batch"] % args.every == 0 or over():
+            if line["batch"] % config.every == 0 or over():
                 line["val"] = round(learner.validation(env, tasks), 6)
                 print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {line['val']:.3f}", flush=True)
                 if best() is line:
                     learner.save(folder)
-                figures = {"best": best(), "last": line, "passes": passes, "tasks": known, "budget": args.budget}
-                runs.write_meta(folder, args, recipe, inputs, **figures)
+                figures = {"best": best(), "last": line, "passes": passes, "tasks": known, "budget": config.budget}
+                runs.write_meta(folder, config, recipe, inputs, **figures)
                 write_jsonl(log, lines)
                 learner.suspend(state, lines)
     gain = f"validation {lines[0]['val']:.3f} -> {best()['val']:.3f} at batch {best()['batch']}"
-    print(f"{folder}: {gain}, {lines[-1][unit]:,} of {args.budget:,.0f} {unit} spent", flush=True)
+    print(f"{folder}: {gain}, {lines[-1][unit]:,} of {config.budget:,.0f} {unit} spent", flush=True)

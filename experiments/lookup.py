@@ -9,7 +9,7 @@ It shows what QNet adds where test tasks meet the states of the trees, as on Fro
 last observation: the environment must be Markov. What the trees do not hold has the mean of all q.
 """
 
-import argparse
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
@@ -18,13 +18,18 @@ from typing import Any
 
 import envs
 import q_search
-from experiments.compare import parser, with_search
 from qlass import UserError, results
 from qlass.batching import Score
+from qlass.config import free, run_stage
 from qlass.files import read_trees
-from qlass.flags import run_stage
 from qlass.messages import State, parse_action
-from qlass.runs import need
+from qlass.runs import find_or_make
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(q_search.Config):
+    out: Path = free(Path("RUN/results-lookup.jsonl"))  # its lines are not played again
+    labels: Path | None = free(None)  # RUN/q_labels.jsonl, made if missing
 
 
 class LookUp(q_search.Method):
@@ -50,24 +55,16 @@ def look_up(trees: Iterable[list[dict]], env: envs.TextEnv) -> Callable[[list[Sc
     return lambda requests: [[means.get(key(r.state.observation, a), other) for a in r.actions] for r in requests]
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = parser("lookup", __doc__)
-    flags.add_argument("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
-    args = with_search(flags, argv, "labels")
-    args.out = args.run / "results-lookup.jsonl" if args.out.name == "results.jsonl" else args.out
-    return args
-
-
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env, tasks = q_search.environment(args)
+    config = q_search.settings_of(Config, __doc__, argv)
+    env, tasks = q_search.environment(config)
     if not env.markov:
         raise UserError(f"{env.name}: its observations do not tell the state, so that nothing can be looked up")
-    args.labels = need(args.labels, args.run / "q_labels.jsonl", "bellman", args)
-    chat, models = q_search.load(args, env, with_q=False)
-    models[Score] = look_up(read_trees(args.labels, ["q"]), env)
-    plan = [LookUp("lookup", "trees", M) for M in args.M]
-    results.play(args, env, tasks, plan, q_search.Player(chat).play, models, labels=args.labels)
+    labels = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
+    chat, models, inputs = q_search.load(config, env, with_q=False)
+    models[Score] = look_up(read_trees(labels, ["q"]), env)
+    plan = [LookUp("lookup", "trees", M) for M in config.M]
+    results.play(config, env, tasks, plan, chat, models, inputs | {"labels": labels})
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ The critic is a QNet that reads the last token of the prompt, before the agent a
 reward below each state of the trees, and then learns the returns A + V beside the agent, whose loss is Tree-GRPO's.
 """
 
-import argparse
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,20 +27,35 @@ from transformers import AutoModel
 import bellman
 import envs
 from experiments.decisions import mixed_precision, pack_decisions
-from experiments.learning import Learner, learn, learner_parser, load, trainable
-from experiments.tree_grpo import LR, Batch, Group, add_update, batches, by_decision, line_of, play, update
+from experiments.learning import Learner, learn, load, trainable
+from experiments.tree_grpo import Batch, Group, Update, batches, by_decision, line_of, play, update
 from qlass import UserError
 from qlass.chat import Chat
+from qlass.config import Natural, Positive, Real, Share, free, read, run_stage
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.files import read_trees
-from qlass.flags import at_least, fill_defaults, run_stage
 from qlass.messages import State
-from qlass.runs import handed_on, meta_of, parse
-from train_qnet import SMALL, QNet, states_of
+from qlass.pairs import states_of
+from qlass.runs import find_or_make, handed_on, meta_of
+from train_qnet import QNet
 
-CRITIC_LR, CRITIC_LR_TINY = 1e-5, 1e-3  # faster than the agent
 VALUE_CLIP = 0.2  # how far an update may move V
 PASSES = 10  # a token: Tree-GRPO's 6; the critic before the update, and its update
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Update):
+    """A discount of .99 and a lambda of .95 over turns."""
+
+    stage: ClassVar[str] = "ppo"
+
+    name: str = "ppo"  # of the checkpoint RUN/sft-NAME
+    chains: Positive = 4  # trajectories a task
+    gamma: Share = 0.99  # discount a turn
+    lam: Share = 0.95  # lambda of the advantage
+    critic_lr: Real = 1e-5  # learning rate of the critic, which is faster than the agent
+    warm_up: Natural = 200  # the critic's first updates
+    labels: Path | None = free(None)  # of `bellman.py --target avg` (RUN/q_labels-avg.jsonl)
 
 
 def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.ndarray:
@@ -144,60 +160,47 @@ def warm_up(learner: Learner, critic: QNet, labels: Path, updates: int) -> int:
     return tokens
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = learner_parser(__doc__, "gamma .99 and lambda .95 over turns.", every=4)
-    add = flags.add_argument
-    add("--chains", type=at_least(1), default=4, metavar="N", help="trajectories a task (default: %(default)s)")
-    add("--gamma", type=at_least(0, float, 1), default=0.99, help="discount a turn (default: %(default)s)")
-    add("--lam", type=at_least(0, float, 1), default=0.95, help="lambda of the advantage (default: %(default)s)")
-    add("--critic-lr", type=at_least(0, float), help=f"default: {CRITIC_LR}; tiny: {CRITIC_LR_TINY}")
-    add("--warm-up", type=at_least(0), default=200, metavar="N", help="critic's first updates (default: %(default)s)")
-    add("--labels", type=Path, help="of `bellman.py --target avg` (default: RUN/q_labels-avg.jsonl)")
-    add_update(flags)
-    add("--name", default="ppo", help="of the checkpoint RUN/sft-NAME (default: %(default)s)")
-    return parse(flags, argv)
-
-
-def load_critic(learner: Learner, args: argparse.Namespace) -> QNet:
+def load_critic(sft: Path, learner: Learner, config: Config) -> QNet:
     """A QNet on the cloned agent's backbone, which learns beside the agent."""
-    backbone, chat, _ = trainable(args, AutoModel)
-    fill_defaults(args, {"critic_lr": CRITIC_LR_TINY if learner.model.num_parameters() < SMALL else CRITIC_LR})
+    backbone, chat, _ = trainable(sft, config, AutoModel)
     critic = QNet(backbone, chat).train()
     weights = [p for p in critic.parameters() if p.requires_grad]
-    learner.optimizer.add_param_group({"params": weights, "peak": args.critic_lr})
+    learner.optimizer.add_param_group({"params": weights, "peak": config.critic_lr})
     return critic
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env = envs.from_arguments(args)
-    learner = load(args, env, LR)
-    critic = load_critic(learner, args)
-    args.labels = args.labels or args.run / "q_labels-avg.jsonl"
-    if meta_of(args.labels)["recipe"].get("target", "avg") != "avg":
-        raise UserError(f"{args.labels}: not of `bellman.py --target avg`, whose q_raw the critic learns first")
-    if args.warm_up and not args.labels.exists():
-        bellman.main([*handed_on(args), "--target", "avg", "--out", str(args.labels)])
+    config = read(Config, __doc__, argv)
+    env = envs.from_config(config)
+    sft = find_or_make(config.sft, "sft", "sft", config)
+    learner = load(sft, config, env)
+    critic = load_critic(sft, learner, config)
+    labels = config.labels or config.run / "q_labels-avg.jsonl"
+    if meta_of(labels)["recipe"].get("target", "avg") != "avg":
+        raise UserError(f"{labels}: not of `bellman.py --target avg`, whose q_raw the critic learns first")
+    if config.warm_up and not labels.exists():
+        bellman.main([*handed_on(config), "--target", "avg", "--out", str(labels)])
 
     def iteration(last: dict) -> dict:
-        spent = 0 if last["batch"] else warm_up(learner, critic, args.labels, args.warm_up)
-        groups = play(learner, env, last, args, args.chains, 0, 0)
+        spent = 0 if last["batch"] else warm_up(learner, critic, labels, config.warm_up)
+        groups = play(learner, env, last, config, config.chains, 0, 0)
         values = values_of(critic, learner.chat, groups, learner.room)
-        A = [advantages(group, values, args.gamma, args.lam) for group in groups]
+        A = [advantages(group, values, config.gamma, config.lam) for group in groups]
         white = whitened(A)
-        parts = [slice(i, i + args.minibatch) for i in range(0, len(groups), args.minibatch)]
+        parts = [slice(i, i + config.minibatch) for i in range(0, len(groups), config.minibatch)]
         minibatches = [batches(learner, groups[part], white[part]) for part in parts]  # before the first update
         visits = [returns(groups[part], A[part], values) for part in parts]
         figures = []
         for number, (minibatch, own) in enumerate(zip(minibatches, visits, strict=True), last["updates"] + 1):
             criticise(critic, minibatch, own)
-            figures.append(update(learner, minibatch, args.kl, args.entropy, number))
+            figures.append(update(learner, minibatch, config.kl, config.entropy, number))
         V, G = np.array(list(itertools.chain.from_iterable(itertools.chain(*visits)))).T
         explained = 1 - np.nanvar(G - V) / (np.nanvar(G) + 1e-9)  # variance of the returns
         own = {"explained": round(float(explained), 6), "played": last.get("played", 0) + spent}
         return line_of(last, groups, figures) | own
 
-    learn(learner, env, iteration, args, PASSES, env.task_ids("train"), labels=args.labels)
+    inputs = {"sft": sft, "labels": labels}
+    learn(learner, env, iteration, config, PASSES, env.task_ids("train"), inputs)
 
 
 if __name__ == "__main__":

@@ -16,30 +16,48 @@ qlass keeps all that are new, as the paper does, or with --threshold those that 
 RUN/sft started, not from RUN/sft, and is trained in the same way on more data.
 """
 
-import argparse
+import dataclasses
 import json
 from collections.abc import Callable, Generator, Iterable
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from tyro.conf import arg
 
 import envs
 import sft
 from q_search import Method, episode
 from qlass import UserError, published, runs
-from qlass.agent import load_agent
+from qlass.agent import load_agent, load_qnet, settled
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
+from qlass.config import Natural, Real, Sampling, free, read, run_stage
 from qlass.files import read_trees
-from qlass.flags import Parser, add_sampling, at_least, run_stage
 from qlass.messages import without_thinking
-from qlass.models import settle_precision
+from qlass.pairs import states_of
 from qlass.results import costs_of
-from train_qnet import load_qnet, states_of
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has
-CHOSEN = ("epochs", "batch", "precision")  # what RUN/sft's training has chosen where no flag said it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Sampling):
+    """Sec. 5.2: M = 3, N = 1."""
+
+    stage: ClassVar[str] = "self_train"
+
+    method: Literal["rft", "qlass", "tree", "expert"] = "qlass"  # see above
+    name: str = ""  # of the checkpoint RUN/sft-NAME (the method)
+    M: Annotated[Natural, arg(aliases=["-M"])] = 0  # candidates a step (0: qlass 3, rft 1)
+    N: Annotated[Natural, arg(aliases=["-N"])] = 0  # trajectories a task (0: qlass 1, rft 3)
+    threshold: Real | None = None  # reward that it must reach (rft, tree: 1; others 0, all)
+    limit: Natural = free(300)  # training tasks (0: all)
+    sft: Path | None = free(None)  # checkpoint of the agent (RUN/sft, made if missing)
+    qnet: Path | None = free(None)  # RUN/qnet, made if missing
+    trees: Path | None = free(None)  # RUN/trees.jsonl, made if missing
+    no_train: bool = free(False)  # only write the trajectories: for sft.py --expert FILE, as by torchrun
 
 
 def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
@@ -58,21 +76,23 @@ def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) ->
     return lines
 
 
-def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, args: argparse.Namespace) -> list[dict]:
+def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, config: Config, inputs: runs.Inputs) -> list[dict]:
     """Trajectories of the tasks, those of a stopped run included."""
-    settle_precision(args)
-    path, later = args.run / f"self_train-{args.name}.rollouts.jsonl", ["threshold", "limit"]
-    settings = argparse.Namespace(**vars(args) | {"free": [*args.free, *later]})
-    out = runs.Output(path, settings, itemgetter("task_id"), sft=args.sft, qnet=args.qnet)
+    path = config.run / f"self_train-{config.name}.rollouts.jsonl"
+    settings = config.recipe() | env.settings | settled(config)
+    del settings["threshold"]  # which chooses among them later
+    out = runs.Output(path, config, runs.recipe_of(settings, inputs), inputs, itemgetter("task_id"))
     if todo := out.missing(tasks):
-        agent = load_agent(argparse.Namespace(**vars(args) | {"seed": args.seed + OTHER_LUCK}), env)
-        models = {Sample: agent.sample} | ({Score: load_qnet(args.qnet, args).score} if args.qnet else {})
+        agent = load_agent(inputs["sft"], dataclasses.replace(config, seed=config.seed + OTHER_LUCK), env)
+        models = {Sample: agent.sample}
+        if inputs["qnet"]:
+            models[Score] = load_qnet(inputs["qnet"], config).score
 
         def line_of(task: str) -> Generator:
             lines = yield from trajectories(env.fork(), task, method, agent.chat)
             return [{"task_id": task, "trajectories": lines}]
 
-        played = drive(map(line_of, todo), models, args.in_flight or env.side_by_side)
+        played = drive(map(line_of, todo), models, config.in_flight or env.side_by_side)
         out.grow(played, str(method), len(todo))
     out.finish(tasks)
     by_task = {line["task_id"]: line["trajectories"] for line in out.records}
@@ -128,74 +148,62 @@ def demonstrations(checkpoint: Path, env: envs.TextEnv) -> list[dict]:
     return lines
 
 
-def clone_again(args: argparse.Namespace, expert: Path, n: int) -> None:
-    """Train RUN/sft-NAME on the first n trajectories of a file, by the command that made --sft."""
-    meta, out = runs.meta_of(args.sft), args.run / f"sft-{args.name}"
-    same = [flag for flag in meta["argv"] if flag != "--overwrite"] + runs.handed_on(args)  # the last one counts
-    for name in CHOSEN:
-        same += [f"--{name}", str(meta["recipe"][name])]
-    other = ["--expert", str(expert), "--n-expert", str(n), "--out", str(out)]
-    sft.main([*same, *other, *["--overwrite"] * args.overwrite])
+def clone_again(config: Config, sft_folder: Path, expert: Path, n: int) -> None:
+    """Train RUN/sft-NAME on the first n trajectories of a file, with the settings that made --sft."""
+    meta = runs.meta_of(sft_folder)
+    argv = [word for word in meta["argv"] if word != "--overwrite"] + runs.handed_on(config)
+    argv += ["--precision", meta["recipe"]["precision"]]
+    if not meta["recipe"]["epochs"]:  # as many as that training had, and not what more examples would get
+        batch = meta["batch"]
+        argv += ["--epochs", str(meta["epochs"]), "--batch", str(batch)]
+    argv += ["--expert", str(expert), "--n-expert", str(n), "--out", str(config.run / f"sft-{config.name}")]
+    sft.main(argv + (["--overwrite"] if config.overwrite else []))
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = Parser(__doc__, epilog="Sec. 5.2: M = 3, N = 1.")
-    add = flags.add_argument
-    add("--method", choices=["rft", "qlass", "tree", "expert"], default="qlass", help="default: %(default)s")
-    add("--name", help="of the checkpoint RUN/sft-NAME (default: the method)")
-    add("-M", type=at_least(1), help="candidates a step (default: qlass 3, rft 1)")
-    add("-N", type=at_least(1), help="trajectories a task (default: qlass 1, rft 3: both sample as many actions)")
-    add("--threshold", type=at_least(0, float), help="reward that it must reach (default: rft, tree 1; others 0, all)")
-    add("--limit", type=at_least(0), default=300, metavar="N", help="training tasks (default: %(default)s; 0: all)")
-    add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
-    add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
-    add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
-    text = "only write the trajectories: for sft.py --expert FILE --out RUN/sft-NAME, as by torchrun"
-    flags.free("--no-train", action="store_true", help=text)
-    add_sampling(flags)
-    args = runs.parse(flags, argv)
-    rft = args.method == "rft"
-    if rft and (args.M or 1) > 1:
-        raise UserError(f"-M {args.M}: rft has no QNet to choose among candidates; give -N, trajectories a task")
-    args.name = args.name or args.method
-    args.threshold = float(args.method in ("rft", "tree")) if args.threshold is None else args.threshold
-    args.M, args.N = args.M or (1 if rft else 3), args.N or (3 if rft else 1)
-    return args
+def settings_of(argv: list[str] | None) -> Config:
+    config = read(Config, __doc__, argv)
+    rft = config.method == "rft"
+    if rft and config.M > 1:
+        raise UserError(f"-M {config.M}: rft has no QNet to choose among candidates; give -N, trajectories a task")
+    threshold = float(config.method in ("rft", "tree")) if config.threshold is None else config.threshold
+    # Both sample as many actions.
+    M, N = config.M or (1 if rft else 3), config.N or (3 if rft else 1)
+    return dataclasses.replace(config, name=config.name or config.method, threshold=threshold, M=M, N=N)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env = envs.from_arguments(args)
-    args.sft = runs.need(args.sft, args.run / "sft", "sft", args)
-    if "model" not in runs.meta_of(args.sft)["recipe"]:
-        raise UserError(f"{args.sft}: its metadata do not say how sft.py made it; name an --sft that sft.py made")
-    expert = demonstrations(args.sft, env)
-    if args.method in ("tree", "expert"):
-        args.trees, args.qnet = runs.need(args.trees, args.run / "trees.jsonl", "build_trees", args), None
-        choose = {"tree": best_branch, "expert": expert_branch}[args.method]
-        lines = list(filter(None, map(choose, read_trees(args.trees, FIELDS))))
+    config = settings_of(argv)
+    env = envs.from_config(config)
+    inputs: runs.Inputs = {"sft": runs.find_or_make(config.sft, "sft", "sft", config), "qnet": None, "trees": None}
+    if "model" not in runs.meta_of(inputs["sft"])["recipe"]:
+        raise UserError(f"{inputs['sft']}: its metadata do not say how sft.py made it; name an --sft that sft.py made")
+    expert = demonstrations(inputs["sft"], env)
+    if config.method in ("tree", "expert"):
+        inputs["trees"] = runs.find_or_make(config.trees, "build_trees", "trees.jsonl", config)
+        choose = {"tree": best_branch, "expert": expert_branch}[config.method]
+        lines = list(filter(None, map(choose, read_trees(inputs["trees"], FIELDS))))
     else:
-        args.trees, guided = None, args.method == "qlass"
-        args.qnet = runs.need(args.qnet, args.run / "qnet", "train_qnet", args) if guided else None
-        tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
-        method = Method("qlass", "q", args.M, args.N) if guided else Method("sample", N=args.N)
-        lines = rollouts(env, tasks, method, args)
-    new = kept(lines, args.threshold, expert)
+        method = Method("sample", N=config.N)
+        if config.method == "qlass":
+            inputs["qnet"] = runs.find_or_make(config.qnet, "train_qnet", "qnet", config)
+            method = Method("qlass", "q", config.M, config.N)
+        tasks = env.task_ids("train")[::-1]  # those of the trees (build_trees.py --tasks new)
+        tasks = tasks[: config.limit] if config.limit else tasks
+        lines = rollouts(env, tasks, method, config, inputs)
+    new = kept(lines, config.threshold, expert)
     if not new:
         best = max((line["reward"] for line in lines), default=0.0)
-        reason = f"none of {len(lines)} trajectories is new and reaches --threshold {args.threshold}"
+        reason = f"none of {len(lines)} trajectories is new and reaches --threshold {config.threshold}"
         raise UserError(f"{reason} (highest reward {best:.3f}): lower it, or play more (--limit 0, -N)")
-    merged = args.run / f"self_train-{args.name}.jsonl"
-    inputs = {"sft": args.sft, "qnet": args.qnet, "trees": args.trees}
+    merged = config.run / f"self_train-{config.name}.jsonl"
     mean = sum(line["reward"] for line in lines) / max(1, len(lines))
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new), "mean_reward": mean}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
-    runs.write_at_once(merged, args, expert + new, inputs, **figures)
+    runs.write_at_once(merged, config, expert + new, inputs, **figures)
     kept_of = f"{len(new)} of {len(lines)} trajectories kept (mean reward {mean:.3f})"
     print(f"{merged}: {kept_of} beside {len(expert)} demonstrations")
-    if not args.no_train:
-        clone_again(args, merged, len(expert) + len(new))
+    if not config.no_train:
+        clone_again(config, inputs["sft"], merged, len(expert) + len(new))
 
 
 if __name__ == "__main__":

@@ -14,32 +14,57 @@ trajectory through it: outcome rewards become a signal for steps, without a valu
 steps to it; --normalise mean leaves out the division, as its release does on WebShop (docs/differences.md).
 """
 
-import argparse
 import copy
 import dataclasses
 import zlib
 from collections import defaultdict
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pandas as pd
 import torch
+from tyro.conf import arg
 
 import envs
+from experiments import learning
 from experiments.decisions import Decision, PackedDecisions, pack_decisions
-from experiments.learning import Learner, batch_of, learn, learner_parser, load
+from experiments.learning import Learner, batch_of, learn, load
 from qlass import UserError
 from qlass.batching import Sample, ask
 from qlass.chat import Rendering
-from qlass.flags import Parser, at_least, run_stage
+from qlass.config import Natural, Positive, Real, Share, read, run_stage
 from qlass.messages import State, uniforms
-from qlass.runs import parse
+from qlass.runs import find_or_make
 
-LR = {"alfworld": 1e-4, "others": 3e-4}  # of the tiny model; the learning rate decides everything
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
 PASSES = 6  # a token: the rollout, the old agent, the reference, and an update
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Update(learning.Config):
+    """The settings of a batch and of `policy_loss`."""
+
+    batch_tasks: Positive = 32  # tasks a batch (released: 512)
+    minibatch: Positive = 16  # tasks an update (released: 64)
+    kl: Real = 1e-3  # weight of the KL to --sft
+    entropy: Real = 1e-3  # weight of the entropy bonus
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Update):
+    """Released: M = 2, N = 2, L = 1."""
+
+    stage: ClassVar[str] = "tree_grpo"
+
+    M: Annotated[Positive, arg(aliases=["-M"])] = 2  # trees a task
+    draws: Positive = 2  # N, branches a tree and round
+    rounds: Natural = 1  # L (0: chain GRPO)
+    advantage: Literal["both", "inter", "intra", "states"] = "both"  # whose groups
+    discount: Share = 0.95  # of states, a step
+    normalise: Literal["mean-std", "mean"] = "mean-std"  # a group
+
 
 # ------------------------------------------------------------------------------------------------------------- rollout
 
@@ -200,14 +225,14 @@ def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, nu
 # --------------------------------------------------------------------------------------------------------- a batch
 
 
-def play(learner: Learner, env: envs.TextEnv, last: dict, args: argparse.Namespace, *shape: int) -> list[Group]:
+def play(learner: Learner, env: envs.TextEnv, last: dict, config: Update, *shape: int) -> list[Group]:
     """The trajectories of the next batch's tasks, of forests of `shape` M, N, L, by the agent as it is now."""
     chat = copy.copy(learner.chat)
-    chat.rendering.top_p, chat.rendering.top_k = 1.0, 0  # the distribution that is trained
-    tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.batch_tasks)
-    key = ("grpo", args.seed, last["batch"] + 1)
+    chat.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)  # the distribution that is trained
+    tasks = batch_of(env.task_ids("train"), config.seed, last["batch"], config.batch_tasks)
+    key = ("grpo", config.seed, last["batch"] + 1)
     growing = (forest(env.fork(), task, *shape, chat.rendering, (*key, i)) for i, task in enumerate(tasks))
-    return learner.drive(growing, env, args.seed, chat)
+    return learner.drive(growing, env, config.seed, chat)
 
 
 def line_of(last: dict, groups: list[Group], figures: Sequence[torch.Tensor]) -> dict:
@@ -225,48 +250,24 @@ def line_of(last: dict, groups: list[Group], figures: Sequence[torch.Tensor]) ->
     }
 
 
-def add_update(parser: Parser) -> None:
-    """The flags of a batch and of `policy_loss`."""
-    add = parser.add_argument
-    add("--batch-tasks", type=at_least(1), default=32, metavar="N", help="tasks a batch (%(default)s; released: 512)")
-    add("--minibatch", type=at_least(1), default=16, metavar="N", help="tasks an update (%(default)s; released: 64)")
-    add("--lr", type=at_least(0, float), help="default: 1e-6 (--lora: 1e-5); tiny: alfworld 1e-4, others 3e-4")
-    add("--kl", type=at_least(0, float), default=1e-3, help="weight of the KL to --sft (default: %(default)s)")
-    add("--entropy", type=at_least(0, float), default=1e-3, help="weight of the entropy bonus (default: %(default)s)")
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = learner_parser(__doc__, "Released: M = 2, N = 2, L = 1.", every=4)
-    add = flags.add_argument
-    add("-M", type=at_least(1), default=2, help="trees a task (default: %(default)s)")
-    add("--draws", type=at_least(1), default=2, metavar="N", help="branches a tree and round (default: %(default)s)")
-    add("--rounds", type=at_least(0), default=1, metavar="L", help="rounds (default: %(default)s; 0: chain GRPO)")
-    add("--advantage", choices=["both", "inter", "intra", "states"], default="both", help="default: %(default)s")
-    add("--discount", type=at_least(0, float, 1), default=0.95, help="of states, a step (default: %(default)s)")
-    add("--normalise", choices=["mean-std", "mean"], default="mean-std", help="a group (default: %(default)s)")
-    add_update(flags)
-    add("--name", help="of the checkpoint RUN/sft-NAME (default: tree_grpo, or grpo with --rounds 0)")
-    args = parse(flags, argv)
-    if not args.rounds and (args.M == 1 or args.advantage == "intra"):
-        raise UserError("--rounds 0: a group of one trajectory has nothing to be compared with")
-    args.name = args.name or ("tree_grpo" if args.rounds else "grpo")
-    return args
-
-
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env = envs.from_arguments(args)
-    learner = load(args, env, LR)
+    config = read(Config, __doc__, argv)
+    if not config.rounds and (config.M == 1 or config.advantage == "intra"):
+        raise UserError("--rounds 0: a group of one trajectory has nothing to be compared with")
+    config = dataclasses.replace(config, name=config.name or ("tree_grpo" if config.rounds else "grpo"))
+    env = envs.from_config(config)
+    sft = find_or_make(config.sft, "sft", "sft", config)
+    learner = load(sft, config, env)
 
     def iteration(last: dict) -> dict:
-        groups = play(learner, env, last, args, args.M, args.draws, args.rounds)
-        A = [advantages(group, args.advantage, args.discount, args.normalise == "mean-std") for group in groups]
-        parts = [slice(i, i + args.minibatch) for i in range(0, len(groups), args.minibatch)]
+        groups = play(learner, env, last, config, config.M, config.draws, config.rounds)
+        A = [advantages(group, config.advantage, config.discount, config.normalise == "mean-std") for group in groups]
+        parts = [slice(i, i + config.minibatch) for i in range(0, len(groups), config.minibatch)]
         minibatches = [batches(learner, groups[part], A[part]) for part in parts]  # before the first update
         numbered = enumerate(minibatches, last["updates"] + 1)
-        return line_of(last, groups, [update(learner, b, args.kl, args.entropy, number) for number, b in numbered])
+        return line_of(last, groups, [update(learner, b, config.kl, config.entropy, number) for number, b in numbered])
 
-    learn(learner, env, iteration, args, PASSES, env.task_ids("train"))
+    learn(learner, env, iteration, config, PASSES, env.task_ids("train"), {"sft": sft})
 
 
 if __name__ == "__main__":

@@ -12,27 +12,39 @@ Flags and result lines are q_search.py's; `player` has S, k, tau, c, gamma. `env
 `env_steps_replayed` a restore as the steps that lead there. A search returns the node where it has ended.
 """
 
-import argparse
 import dataclasses
 import inspect
 import math
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from itertools import product
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from tyro.conf import arg
 
 import envs
 import q_search
-from experiments.compare import Variant, parser, with_search
+from experiments.compare import Variant
 from q_search import Method, distinct_actions
-from qlass import results, runs
+from qlass import UserError, results, runs
 from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
-from qlass.flags import at_least, run_stage
+from qlass.config import Bounds, Positive, Real, Share, free, run_stage
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Step, costs_of, describe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(q_search.Config):
+    """q_search.py's settings, -N that of particles, and each value of these for the searches that have them."""
+
+    method: tuple[Literal["lookahead", "beam", "mcts", "particles"], ...] = free(())  # one or more
+    S: Annotated[tuple[Positive, ...], arg(aliases=["-S"])] = free((4,))  # simulations a step, of mcts
+    k: Annotated[tuple[Positive, ...], arg(aliases=["-k"])] = free((2,))  # states, of beam
+    tau: tuple[Annotated[float, Bounds(1e-6)], ...] = free((0.1,))  # temperature of resampling
+    c: Annotated[tuple[Real, ...], arg(aliases=["-c"])] = free((1.0,))  # weight of the prior, of mcts
+    gamma: tuple[Share, ...] = free(())  # that of the QNet's labels, or .9
 
 
 @dataclasses.dataclass(eq=False)
@@ -212,56 +224,47 @@ def priors(env: envs.TextEnv, drawn: Sequence[Candidate], actions: Sequence[str]
     return [share / sum(shares) if sum(shares) > 0 else 1 / len(shares) for share in shares]
 
 
-NAMES = ("lookahead", "beam", "mcts", "particles")
+@dataclasses.dataclass(frozen=True)
+class TreeSearch(Variant):
+    """A method of `Search`, with its settings as (name, value). A draw costs its tokens once, played or not."""
+
+    own: tuple[tuple[str, float], ...] = ()
+
+    def play(self, env: envs.TextEnv, task_id: str, chat: Chat, played: dict) -> Generator[Any, Any, dict]:
+        search = Search(env, task_id, self, chat.rendering)
+        end = yield from getattr(search, self.name)(**dict(self.own))
+        costs = costs_of(chat, [search.expanded], lambda step: step.candidates)
+        outcome = describe(end.path, [search.expanded], costs)
+        steps = {"env_steps": search.env_steps, "env_steps_replayed": search.env_steps + search.replayed}
+        return outcome | steps | {"restores": search.restores, "resets": self.N}
 
 
-def play(settings: dict, env: envs.TextEnv, task_id: str, method: Variant, chat: Chat) -> Generator[Any, Any, dict]:
-    """As `q_search.Player.play`. Every draw costs its tokens once, whether it was played or not."""
-    search = Search(env, task_id, method, chat.rendering)
-    end = yield from getattr(search, method.name)(**settings)
-    costs = costs_of(chat, [search.expanded], lambda step: step.candidates)
-    outcome = describe(end.path, [search.expanded], costs)
-    steps = {"env_steps": search.env_steps, "env_steps_replayed": search.env_steps + search.replayed}
-    return outcome | steps | {"restores": search.restores, "resets": method.N}
-
-
-def planned(names: Sequence[str], grid: dict[str, list], Ms: list[int], Ns: list[int]) -> dict[Variant, dict]:
-    """The methods of these names, each with every value that the grid has for its settings; and these settings."""
-    plan = {}
-    for name in names:
-        own = [setting for setting in inspect.signature(getattr(Search, name)).parameters if setting in grid]
-        budgets = [(1, N) for N in Ns] if name == "particles" else [(M, 1) for M in Ms]
-        for (M, N), *values in product(budgets, *map(grid.get, own)):
-            settings = dict(zip(own, values, strict=True))
-            player = " ".join(f"{setting}={value:g}" for setting, value in settings.items())
-            plan[Variant(name, M=M, N=N, select="q", player=player)] = settings
+def plan_of(config: Config, gamma: float) -> list[TreeSearch]:
+    """The methods that the settings name, each with every value of its own settings. gamma: of the QNet's labels."""
+    grid = {"S": config.S, "k": config.k, "tau": config.tau, "c": config.c, "gamma": config.gamma or (gamma,)}
+    plan = []
+    for name in config.method:
+        names = [setting for setting in inspect.signature(getattr(Search, name)).parameters if setting in grid]
+        if name == "particles":
+            budgets = [(1, N) for N in config.N or (4,)]
+        else:
+            budgets = [(M, 1) for M in config.M]
+        for (M, N), *values in product(budgets, *map(grid.get, names)):
+            own = tuple(zip(names, values, strict=True))
+            player = " ".join(f"{setting}={value:g}" for setting, value in own)
+            plan.append(TreeSearch(name, M=M, N=N, select="q", player=player, own=own))
     return plan
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = parser("tree_search", __doc__, "; -N is that of particles (4)")
-    add = flags.add_argument
-    add("--method", nargs="+", required=True, choices=NAMES, metavar="NAME", help=", ".join(NAMES))
-    add("-S", nargs="+", type=at_least(1), default=[4], help="simulations a step, of mcts (4)")
-    add("-k", nargs="+", type=at_least(1), default=[2], help="states, of beam (2)")
-    add("--tau", nargs="+", type=at_least(1e-6, float), default=[0.1], help="temperature of resampling (0.1)")
-    add("-c", nargs="+", type=at_least(0, float), default=[1.0], help="weight of the prior, of mcts (1)")
-    add("--gamma", nargs="+", type=at_least(0, float, 1), help="default: that of the QNet's labels, or .9")
-    return with_search(flags, argv)
-
-
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env, tasks = q_search.environment(args)
-    chat, models = q_search.load(args, env, with_q=True)
-    labels = runs.input_of(args.qnet, "labels")
+    config = q_search.settings_of(Config, __doc__, argv)
+    if not config.method:
+        raise UserError("--method: name one or more of lookahead, beam, mcts, particles")
+    env, tasks = q_search.environment(config)
+    chat, models, inputs = q_search.load(config, env, with_q=True)
+    labels = runs.input_of(inputs["qnet"], "labels")
     gamma = runs.meta_of(labels)["recipe"].get("gamma", 0.9) if labels else 0.9
-    plan = planned(args.method, vars(args) | {"gamma": args.gamma or [gamma]}, args.M, args.N or [4])
-
-    def search(env: envs.TextEnv, task_id: str, method: Variant) -> Generator[Any, Any, dict]:
-        return play(plan[method], env, task_id, method, chat)
-
-    results.play(args, env, tasks, list(plan), search, models)
+    results.play(config, env, tasks, plan_of(config, gamma), chat, models, inputs)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ highest true reward counts, an oracle. Tokens are as the server counts them. An 
 cut, is played, and counted at the end.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -26,6 +25,9 @@ import threading
 from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from tyro.conf import arg
 
 import envs
 import q_search
@@ -33,10 +35,9 @@ from experiments.compare import Variant
 from qlass import UserError, files, results
 from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, any_of
-from qlass.flags import Parser, at_least, run_stage
+from qlass.config import Natural, Positive, Real, Run, free, read, run_stage
 from qlass.messages import State, react, uniforms
 from qlass.results import Episode, describe
-from qlass.runs import parse
 from qlass.server import Server
 from sft import demonstrate
 
@@ -77,33 +78,50 @@ class Answer(Candidate):
     kept: int = 0  # tokens written that later prompts have, by their part of the letters
 
 
-class ChatAgent(q_search.Player):
-    """pi(a | s) of a chat model, and its episodes. It asks each question once, whatever stops it in between."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Run):
+    stage: ClassVar[str] = "chat_agent"
+    plays_elsewhere: ClassVar[bool] = True
 
-    def __init__(self, server: Server, env: envs.TextEnv, answers: Path, args: argparse.Namespace) -> None:
-        super().__init__(self)  # its own rendering stands for a tokenizer's
-        self.server, self.env, self.args, self.answers = server, env.fork(), args, answers
-        self.rendering = Rendering(temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+    server: Annotated[str, arg(metavar="URL[#MODEL]")] = free("")  # of an OpenAI-compatible API
+    examples: Natural = 0  # demonstrations in front of the task
+    N: Annotated[tuple[Positive, ...], arg(aliases=["-N"])] = free((1,))  # episodes, of which the best counts
+    split: str = free("test")  # tasks to play
+    limit: Natural = free(100)  # number of tasks (0: all)
+    skip: Natural = free(0)  # leave out the first tasks
+    temperature: Real = 0.7
+    max_new_tokens: Positive = 256  # of an answer
+    max_steps: Positive | None = None  # the environment's
+    body: Annotated[str, arg(metavar="JSON")] = "{}"  # more fields of a request; null leaves one out
+    in_flight: Positive | None = free(None)  # episodes side by side (8; sciworld: 4; own: 1)
+    out: Path | None = free(None)  # RUN/results_MODEL.jsonl; its lines are not played again
+    label: str | None = None  # a variant's name, kept in each line
+
+
+class ChatAgent:
+    """pi(a | s) of a chat model. It asks each question once, whatever stops it in between."""
+
+    def __init__(self, server: Server, env: envs.TextEnv, answers: Path, config: Config) -> None:
+        self.server, self.env, self.config, self.answers = server, env.fork(), config, answers
+        self.body = json.loads(config.body)
+        self.rendering = Rendering(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
         self.instruction, self.front = env.instruction, 3 if env.system else 2  # messages before the first observation
         self.examples, self.lock = functools.cache(self._examples), threading.Lock()
-        if args.overwrite:
+        if config.overwrite:
             files.discard(answers)
         answers.touch()
         os.truncate(answers, answers.read_bytes().rfind(b"\n") + 1)  # what a stop cut
         self.records = {record["request"]: record for record in files.read_jsonl(answers)}
         self.silent: set[str] = set()  # requests whose answers were cut, or have no action
 
-    def outcome(self, method: q_search.Method, best: Episode, episodes: list[Episode]) -> dict:
-        return describe(best, episodes, {"tokens": tokens_of(episodes)})
-
     def sample(self, requests: list[Sample]) -> list[list[Answer]]:
         jobs = [(r, self.examples(r.key[0])) for r in requests]  # here: an environment is not for threads
-        with ThreadPool(self.args.in_flight) as pool:  # it raises an error when all others have answered
+        with ThreadPool(self.config.in_flight) as pool:  # it raises an error when all others have answered
             return [[answer] for answer in pool.starmap(self.answer, jobs, chunksize=1)]
 
     def _examples(self, task_id: str) -> list[tuple[str, str]]:
         """The turns of demonstrations for a task, of others than its subject."""
-        kind, subject, number = self.env.task_type(task_id), self.env.subject(task_id), self.args.examples
+        kind, subject, number = self.env.task_type(task_id), self.env.subject(task_id), self.config.examples
         train = self.env.task_ids("train") if number else []
         alike = (t for t in train if self.env.task_type(t) == kind and self.env.subject(t) != subject)
         lines = [demonstrate(self.env, task)["messages"] for task in itertools.islice(alike, number)]
@@ -113,11 +131,11 @@ class ChatAgent(q_search.Player):
 
     def answer(self, request: Sample, examples: list[tuple[str, str]]) -> Answer:
         """From the file or by the server; then it is in the file before anything can fail."""
-        messages, key = list(request.state.messages), (self.args.seed, *request.key)
+        messages, key = list(request.state.messages), (self.config.seed, *request.key)
         messages[self.front : self.front] = examples
         settings = {"temperature": request.temperature, "max_tokens": self.rendering.max_new_tokens}
         settings |= {"seed": int(uniforms(1, *key)[0] * 2**31), "stop": list(self.rendering.stop)}
-        settings = {name: value for name, value in (settings | self.args.body).items() if value is not None}
+        settings = {name: value for name, value in (settings | self.body).items() if value is not None}
         question = repr((self.server.model, messages, settings, key))
         name = hashlib.blake2b(question.encode(), digest_size=16).hexdigest()
         if name not in self.records:
@@ -155,44 +173,33 @@ def tokens_of(episodes: Sequence[Episode]) -> dict[str, int]:
     return {"prompt": sum(read.values()), "generated": generated, "scored": 0}
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = Parser(__doc__)
-    add, free = flags.add_argument, flags.free
-    free("--server", required=True, metavar="URL[#MODEL]", help="of an OpenAI-compatible API")
-    add("--examples", type=at_least(0), default=0, metavar="N", help="demonstrations in front (0)")
-    free("-N", nargs="+", type=at_least(1), default=[1], help="episodes per task, of which the best counts (1)")
-    free("--split", default="test", help="tasks to play (default: %(default)s)")
-    free("--limit", type=at_least(0), default=100, metavar="N", help="tasks (100; 0: all)")
-    free("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks")
-    add("--temperature", type=at_least(0, float), default=0.7, metavar="T", help="default: %(default)s")
-    add("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="of an answer (256)")
-    add("--max-steps", type=at_least(1), metavar="N", help="default: the environment's")
-    text = "more fields of a request; null leaves one out, such as temperature, max_tokens, seed, stop"
-    add("--body", type=json.loads, default={}, metavar="JSON", help=text)
-    free("--in-flight", type=at_least(1), metavar="N", help="episodes side by side (8; sciworld: 4; own: 1)")
-    add("--out", type=Path, help="default: RUN/results_MODEL.jsonl; its lines are not played again")
-    add("--label", help="a variant's name, kept in each line")
-    flags.set_defaults(sft=None, qnet=None)
-    return parse(flags, argv, search=True)
+@dataclasses.dataclass(frozen=True)
+class Chat(Variant):
+    """Episodes of a `ChatAgent`, whose tokens the server counts."""
+
+    def outcome(self, agent: Any, best: Episode, episodes: list[Episode]) -> dict:
+        return describe(best, episodes, {"tokens": tokens_of(episodes)})
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env, tasks = q_search.environment(args)
-    server = Server(args.server)
+    config = read(Config, __doc__, argv)
+    if not config.server:
+        raise UserError("--server URL[#MODEL]: name a server")
+    env, tasks = q_search.environment(config)
+    server = Server(config.server)
     model = re.sub(r"[^\w.-]+", "-", server.model.rpartition("/")[2])
-    args.model = server.model
-    args.sft = args.qnet = Path(server.model)  # the agent is that model, whatever the run folder has
-    args.in_flight = args.in_flight or min(8, env.side_by_side)
-    args.out = args.out or args.run / f"results_{model}.jsonl"
-    answers = args.out.with_name(f"answers_{model}.jsonl")
-    plan = [Variant("chat", N=n, select="oracle" if n > 1 else None, player=model) for n in args.N]
+    out = config.out or config.run / f"results_{model}.jsonl"
+    config = dataclasses.replace(config, in_flight=config.in_flight or min(8, env.side_by_side), out=out)
+    answers = out.with_name(f"answers_{model}.jsonl")
+    plan = [Chat("chat", N=n, select="oracle" if n > 1 else None, player=model) for n in config.N]
     with files.locked(answers):
-        agent = ChatAgent(server, env, answers, args)
-        results.play(args, env, tasks, plan, agent.play, {Sample: agent.sample})
+        agent = ChatAgent(server, env, answers, config)
+        nobody = Path(server.model)  # the agent is that model, whatever the run folder has
+        inputs = {"sft": nobody, "qnet": nobody}
+        results.play(config, env, tasks, plan, agent, {Sample: agent.sample}, inputs, model=server.model)
     if agent.silent:
         problem = f"{len(agent.silent)} answers were cut by --max-new-tokens, or are only a thought"
-        files.warn(f"{args.server}: {problem}")
+        files.warn(f"{config.server}: {problem}")
 
 
 if __name__ == "__main__":

@@ -1,29 +1,27 @@
-"""The agent that the flags of a stage name: its checkpoint, its engine, and how it is prompted."""
+"""The agent and the QNet that the settings of a stage name: their checkpoints and engines."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from qlass.chat import Rendering
-from qlass.fast.decode import FastPolicy
+from qlass.chat import Chat, Rendering
+from qlass.config import Sampling
 from qlass.files import warn
-from qlass.models import load_chat, load_checkpoint
+from qlass.models import device_and_dtype, load_chat, load_checkpoint, precision_of
 from qlass.policy import Policy
-from qlass.server import ServerPolicy
 
 
-def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) -> None:
+def begin_as_cloned(env: Any, rendering: Rendering, config: Any) -> None:
     """Let the environment begin with the messages that the agent was cloned with, but for an
     instruction that --env-option names."""
     env.system = env.system if rendering.system is None else rendering.system
     env.agreement = rendering.agreement = rendering.agreement or env.agreement
     if rendering.instruction not in (None, env.instruction):
-        if any(option.startswith("instruction=") for option in args.env_option):
-            warn(f"{args.sft} was cloned with another instruction than --env-option names")
+        if any(option.startswith("instruction=") for option in config.env_option):
+            warn("the agent was cloned with another instruction than --env-option names")
         else:
             env.instruct(rendering.instruction)
 
@@ -33,22 +31,62 @@ def load_policy(path: str | Path, seed: int = 0, cache_gb: Any = None, **options
     model, chat = load_checkpoint(path, AutoModelForCausalLM, **options)
     if options.get("plain"):
         return Policy(model, chat, seed)
+    from qlass.fast.decode import FastPolicy
+
     return FastPolicy(model, chat, seed, cache_gb)
 
 
-def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
-    """The agent that the flags describe, which is to play `env`; with --server only its tokenizer
+def load_agent(sft: Path, config: Sampling, env: Any = None) -> Any:
+    """The agent in the checkpoint `sft`, which is to play `env`; with --server only its tokenizer
     is here."""
-    options = loading(args.sft, args)
+    options = loading(sft, config)
     if env:
-        begin_as_cloned(env, options["rendering"], args)
-    if args.server:
-        chat = load_chat(args.sft, options["rendering"])
-        return ServerPolicy(args.server, chat, args.seed, args.in_flight or 64)
-    return load_policy(args.sft, args.seed, args.cache_gb, **options)
+        begin_as_cloned(env, options["rendering"], config)
+    if config.server:
+        from qlass.server import ServerPolicy
+
+        chat = load_chat(sft, options["rendering"])
+        return ServerPolicy(config.server, chat, config.seed, config.in_flight or 64)
+    return load_policy(sft, config.seed, config.cache_gb, **options)
 
 
-def loading(folder: Path, args: Any) -> dict[str, Any]:
-    """What `load_checkpoint` takes of the flags."""
-    options = {name: getattr(args, name) for name in ("device", "load_in", "plain", "precision")}
-    return options | {"rendering": Rendering.load(folder, args)}
+def load_qnet(folder: Path, config: Any) -> Any:
+    """The QNet in a folder, loaded as the settings of a stage say, with the agent's prompts."""
+    from train_qnet import QNet, scorer
+
+    qnet = QNet.from_pretrained(folder, **loading(folder, config))
+    return scorer(qnet, config.plain, config.cache_gb)
+
+
+def served_qnet(url: str, chat: Chat, config: Any) -> Any:
+    """The QNet that a server holds (integrations/vllm_qnet.py)."""
+    from qlass.served_qnet import ServedQNet
+    from qlass.server import Server
+
+    return ServedQNet(Server(url, "--qnet"), chat, config.in_flight or 64)
+
+
+def loading(folder: Path, config: Any) -> dict[str, Any]:
+    """What `load_checkpoint` takes of the settings."""
+    options = {name: getattr(config, name) for name in ("device", "load_in", "precision")}
+    options["plain"] = getattr(config, "plain", False)
+    return options | {"rendering": Rendering.load(folder, config)}
+
+
+def settled(config: Any) -> dict[str, Any]:
+    """What --precision, --server and a --qnet's URL stand for here, for the recipe: a resumed run
+    must not mix a GPU's numbers and a CPU's, nor two models'."""
+    found: dict[str, Any] = {}
+    if hasattr(config, "device"):  # a chat model has none here
+        dtype = device_and_dtype(config.device, getattr(config, "precision", None))[1]
+        found["precision"] = precision_of(dtype)
+    if getattr(config, "server", None):
+        from qlass.server import Server
+
+        found["server_model"] = Server(config.server).model
+    qnet = getattr(config, "qnet", None)
+    if isinstance(qnet, str) and qnet.startswith("http"):
+        from qlass.server import Server
+
+        found["qnet_model"] = Server(qnet, "--qnet").model
+    return found

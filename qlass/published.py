@@ -16,7 +16,7 @@ from typing import Any
 from qlass import UserError
 from qlass.files import records_of, warn
 from qlass.messages import State, without_thinking
-from qlass.runs import input_of, meta_of, same_world
+from qlass.runs import input_of, meta_of
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
 FIRST = {"system": "system", "instruction": "user", "agreement": "assistant"}  # whose first text
@@ -163,27 +163,25 @@ def cloned_tasks(env: Any, checkpoint: Path) -> list[str]:
     return cloned
 
 
-def demonstrations_for(env: Any, tasks: list[str], args: Any) -> dict[str, Demonstration] | None:
-    """By task, of --expert, else of what the agent was cloned from: then `args` name it.
-
-    The environment's expert plays other tasks. None: --no-expert, so that nobody does.
-    """
-    if args.no_expert:
-        return None
-    named = args.expert
-    args.expert, most = (named, None) if named else cloned_from(args.sft)
-    best = by_task(read(args.expert, env, most), env) if args.expert else {}
-    if not args.expert:
-        warn(f"{args.sft}: its demonstrations are not at hand, so the environment's expert plays")
+def demonstrations_for(
+    env: Any, tasks: list[str], named: Path | None, sft: Path
+) -> tuple[Path | None, dict[str, Demonstration]]:
+    """The file of demonstrations, the named one or that which the agent was cloned from, and those
+    that it has of these tasks. The environment's expert plays the others."""
+    file, most = (named, None) if named else cloned_from(sft)
+    if file is None:
+        warn(f"{sft}: its demonstrations are not at hand, so the environment's expert plays")
+        return None, {}
+    best = by_task(read(file, env, most), env)
     ids = {tau.task_id for tau in best.values()}
     if named or None in ids or (ids and ids.isdisjoint(env.task_ids("train"))):
         find_tasks(best, env, tasks)
         matches = len(best.keys() & set(tasks))
-        facts = f"{args.expert}: demonstrations of {matches} of {len(tasks)} tasks"
+        facts = f"{file}: demonstrations of {matches} of {len(tasks)} tasks"
         if named and not matches:
             raise UserError(f"{facts}: --no-expert does without")
         print(f"{facts}; the environment's expert plays others")
-    return best
+    return file, best
 
 
 def failures(records: list[dict], demonstrations: dict[str, Demonstration]) -> dict[str, int]:
@@ -194,7 +192,13 @@ def failures(records: list[dict], demonstrations: dict[str, Demonstration]) -> d
     return {"demonstrations": len(ends), "failed_demonstrations": len(failed)}
 
 
-def learned_tasks(tasks: Iterable, base: str | Path, args: Any) -> list[str] | None:
+def of_same_world(recipe: dict[str, Any], env: Any) -> bool:
+    """Whether a recipe is of this environment, with the same options and files."""
+    shared = ("env", "env_option", "env_files")
+    return all(recipe.get(name) == env.settings.get(name) for name in shared)
+
+
+def learned_tasks(tasks: Iterable, base: str | Path, env: Any) -> list[str] | None:
     """The tasks of a training and those that its start has learned from, for the metadata.
 
     base: a checkpoint, or a published model, which has learned from none. None: a record or a
@@ -202,23 +206,24 @@ def learned_tasks(tasks: Iterable, base: str | Path, args: Any) -> list[str] | N
     """
     meta = meta_of(Path(base).absolute())
     ids = set(tasks)
-    if meta["recipe"].get("env") == args.env:  # else its ids mean other tasks
-        ids.update((same_world(meta["recipe"], vars(args)) and meta.get("tasks")) or [None])
+    if meta["recipe"].get("env") == env.settings["env"]:  # else its ids mean other tasks
+        known = meta.get("tasks") if of_same_world(meta["recipe"], env) else None
+        ids.update(known or [None])
     return None if None in ids else sorted(map(str, ids))
 
 
-def leaks(env: Any, records: list[dict], args: Any) -> dict[str, int | None]:
-    """How many of the played tasks --sft and --qnet learned from (None: not known); warns of any.
+def leaks(env: Any, records: list[dict], sft: Path, qnet: Path | None) -> dict[str, int | None]:
+    """How many of the played tasks the agent and QNet learned from (None: not known); warns of any.
 
     Results count that have tokens of the model. A task with the subject (a product) of a learned
     one counts too. Published splits overlap (WebShop's in 21 tasks), so this is no refusal.
     """
-    counts = {}
-    sources = ("demonstrations", args.sft, "generated"), ("trees", args.qnet, "scored")
+    counts: dict[str, int | None] = {}
+    sources = ("demonstrations", sft, "generated"), ("trees", qnet, "scored")
     for source, checkpoint, cost in sources:
         played = {record["task_id"] for record in records if record["tokens"].get(cost)}
-        meta = meta_of(checkpoint.absolute())
-        learned = meta.get("tasks") if same_world(meta["recipe"], vars(args)) else None
+        meta = meta_of(checkpoint.absolute()) if checkpoint else {"recipe": {}}
+        learned = meta.get("tasks") if of_same_world(meta["recipe"], env) else None
         subjects = set(map(env.subject, learned or []))
         n = len([task_id for task_id in played if env.subject(task_id) in subjects])
         counts[source] = None if played and learned is None else n

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from qlass import UserError
+from qlass import Refused, UserError
+from qlass.agent import settled
 from qlass.batching import Candidate, Models, drive
 from qlass.chat import Chat, Rendering
 from qlass.files import warn
 from qlass.messages import State
-from qlass.models import settle_precision
 from qlass.published import leaks
-from qlass.runs import Output, meta_of, outdated
+from qlass.runs import Inputs, Output, meta_of, outdated, recipe_of
 
 # --------------------------------------------------------------------------- the outcome of a task
 
@@ -58,6 +58,13 @@ def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
         "resets": len(episodes),
         "steps": steps,
     }
+
+
+def describe_refusal(task: str, reason: str) -> dict:
+    """The outcome of a task that a model's server refuses: a reward of 0, told as `refused`."""
+    line = {"task": task, "reward": 0.0, "success": False, "n_steps": 0, "unknown_actions": 0}
+    line |= {"refused": reason, "tokens": {"prompt": 0, "generated": 0, "scored": 0}}
+    return line | {"env_steps": 0, "resets": 0, "steps": []}
 
 
 def costs_of(
@@ -116,46 +123,62 @@ def identity(record: dict) -> tuple:
     return tuple(map(record.get, CONDITION))
 
 
-def protocol(args: argparse.Namespace, env: Any) -> dict[str, Any]:
+def protocol(config: Any, env: Any, sft: Path) -> dict[str, Any]:
     """What the numbers of a file mean, as far as its lines do not tell it (data/README.md)."""
-    rendering, data = Rendering.load(args.sft, args), dict(args.env_files or {})
-    apart = {"max_steps", *data}  # options with a field of their own
-    options = [text for text in args.env_option if text.partition("=")[0] not in apart]
-    data.pop("instruction", None)  # it is the agent's
-    world = {"environment": args.env, "version": env.version, "options": options, "data": data}
-    world |= {"max_steps": env.max_steps, "measure": "reward, 0 to 1; success is 1"}
-    tokens = "nominal" if rendering.candidates == "valid" else "real"
-    return world | {"temperature": rendering.temperature, "tokens": tokens}
+    rendering = Rendering.load(sft, config)
+    data = {n: content for n, content in env.settings["env_files"].items() if n != "instruction"}
+    told = {
+        "max_steps",
+        "instruction",
+        *data,
+    }  # max_steps has a field; the instruction is the agent's
+    options = [o for o in env.settings["env_option"] if o.partition("=")[0] not in told]
+    return {
+        "environment": config.env,
+        "version": env.version,
+        "options": options,
+        "data": data,
+        "max_steps": env.max_steps,
+        "measure": "reward, 0 to 1; success is 1",
+        "temperature": rendering.temperature,
+        "tokens": "nominal" if rendering.candidates == "valid" else "real",
+    }
 
 
 def play(
-    args: argparse.Namespace,
+    config: Any,
     env: Any,
     tasks: list[str],
     plan: Sequence[Any],
-    outcome_of: Callable[[Any, str, Any], Generator[Any, Any, dict]],
+    chat: Chat | None,
     models: Models,
-    **inputs: Any,
+    inputs: Inputs,
+    **found: Any,
 ) -> None:
     """Play this process's share of the tasks by each method of the plan, a line as each ends.
 
-    A method has `settings()`, the fields that tell it apart, and a name, its text. outcome_of: from
-    an environment, a task and a method a generator of requests that returns the outcome. inputs:
-    what results are made from besides agent and QNet.
+    A method has `settings()`, the fields that tell it apart, a name, its text, and `play`: from an
+    environment, a task, the agent's Chat and the episodes that methods share, a generator of
+    requests that returns the outcome. inputs: agent, QNet, and what else results are made from.
+    found: what was settled at run time.
     """
-    settle_precision(args)
-    args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
-    out = Output(args.out, args, identity, sft=args.sft, qnet=args.qnet, **inputs)
+    recipe = recipe_of(config.recipe() | env.settings | settled(config) | found, inputs)
+    out = Output(config.out, config, recipe, inputs, identity)
     before = len(out.groups)
-    width = args.in_flight or env.side_by_side
-    shared = {"env": env.name, "split": args.split, "label": args.label}
+    width = config.in_flight or env.side_by_side
+    shared = {"env": env.name, "split": config.split, "label": config.label}
+    episodes: dict[tuple, Episode] = {}
 
     def line_of(method: Any, task_id: str) -> Generator[Any, Any, list[dict]]:
         started, fork = time.time(), env.fork()
-        outcome = yield from outcome_of(fork, task_id, method)
+        try:
+            outcome = yield from method.play(fork, task_id, chat, episodes)
+        except Refused as error:
+            _, info = fork.reset(options={"task_id": task_id})
+            outcome = describe_refusal(info["task"], str(error))
         fork.close()
         line = {"task_id": task_id, "type": env.task_type(task_id), "block": env.block(task_id)}
-        line |= shared | method.settings() | {"seed": args.seed} | outcome
+        line |= shared | method.settings() | {"seed": config.seed} | outcome
         return [line | {"seconds": round(time.time() - started, 3)}]
 
     keys = {m: {identity({"task_id": t} | shared | m.settings()): t for t in tasks} for m in plan}
@@ -163,32 +186,39 @@ def play(
         if todo := out.todo(task_of):
             games = drive((line_of(method, task_of[key]) for key in todo), models, width)
             out.grow(games, str(method), len(todo))
-    cloned = bool(meta_of(args.sft)["recipe"])  # else it is a model as it came
     out.read()
-    figures = {"leaks": leaks(env, out.records, args), "cloned": cloned}
-    out.finish([*chain(*keys.values())], **figures, protocol=protocol(args, env))
+    sft, qnet = inputs["sft"] or config.run / "sft", inputs.get("qnet") or config.run / "qnet"
+    figures = {
+        "leaks": leaks(env, out.records, sft, qnet),
+        "cloned": bool(meta_of(sft)["recipe"]),  # else it is a model as it came
+        "protocol": protocol(config, env, sft),
+    }
+    out.finish([*chain(*keys.values())], **figures)
     nothing_new = len(out.groups) == before
     if nothing_new:
-        refuse_stale(args, any(method.needs_q for method in plan))
+        refuse_stale(config.out, [sft, qnet] if any(m.needs_q for m in plan) else [sft])
     for method, task_of in keys.items():
-        tell(method, [out.groups[key][0] for key in task_of if key in out.groups], args.split)
+        tell(method, [out.groups[key][0] for key in task_of if key in out.groups], config.split)
     if nothing_new:
-        print(f"{args.out}: all of this was played before; --overwrite empties it first")
+        print(f"{config.out}: all of this was played before; --overwrite empties it first")
 
 
-def refuse_stale(args: argparse.Namespace, by_q: bool) -> None:
+def refuse_stale(out: Path, checkpoints: list[Path]) -> None:
     """UserError if an input of agent or QNet has changed: old rewards must not pass for new."""
-    for checkpoint in (args.sft, args.qnet) if by_q else (args.sft,):
+    for checkpoint in checkpoints:
         for product, source in outdated(checkpoint):
             reason = f"all was played before {source} changed"
             way_out = f"make {product} again, and then this (--overwrite)"
-            raise UserError(f"{args.out}: {reason}: {way_out}")
+            raise UserError(f"{out}: {reason}: {way_out}")
 
 
 def tell(method: Any, records: list[dict], split: str) -> None:
     mean = sum(record["reward"] for record in records) / len(records)
     print(f"{method}: mean reward {mean:.3f} over {len(records)} {split} tasks")
+    if refused := [record["refused"] for record in records if record.get("refused")]:
+        problem = f"{len(refused)} of these tasks are refused, and count as 0"
+        warn(f"{method}: {problem} ({refused[0]})")
     steps = sum(record["n_steps"] for record in records)
-    unknown = sum(record.get("unknown_actions", 0) for record in records) / steps
+    unknown = sum(record.get("unknown_actions", 0) for record in records) / max(steps, 1)
     if unknown > 0.05:
         warn(f"{method}: the environment did not know {unknown:.0%} of its actions")

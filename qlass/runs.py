@@ -1,8 +1,8 @@
-"""A run folder: what its stages share, what an output is made by, and how a stopped stage resumes.
+"""A run folder: what an output is made by, and how a stopped stage resumes.
 
-    RUN/run.json            environment, options, content of data files, seed: of the first stage
+    RUN/run.json            environment, options, content of data files, seed, preset
     RUN/trees.jsonl         an output
-    RUN/trees.meta.json     its recipe: the flags and inputs that its bytes depend on; and figures
+    RUN/trees.meta.json     its recipe: settings and inputs that its bytes depend on; and figures
     RUN/trees.jsonl.parts/  what is done of an unfinished output, a file per process
 
 1. An output gets its name by one rename. To be there is to be complete.
@@ -10,12 +10,11 @@
 3. A group of lines (a tree, a result) depends on the recipe and on its own key alone. So whichever
    process makes it, and however often, it is the same group.
 
-Standard library and filelock only, so that bellman.py starts at once.
+No torch here, so that bellman.py starts at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import itertools
@@ -32,106 +31,52 @@ from pathlib import Path
 from typing import Any
 
 from qlass import UserError, files
+from qlass.config import Run, begun_with, flag
 from qlass.files import parts_of, share
-from qlass.flags import Parser
 
-SHARED = ("env", "env_option", "env_files", "seed")  # what run.json holds
-NOT_IN_RECIPE = {"argv", "free", "run", "out", "overwrite", "debug"}  # nor are free flags
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium", "scienceworld", "textworld")
+Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
 
-# ---------------------------------------------------------------------------------------- the run
-
-
-def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argparse.Namespace:
-    """The flags of a stage; those of SHARED that are left out are the run's.
-
-    A new run has those of the run that made --sft, --trees, --labels or --qnet. Another environment
-    than the run's is refused, but a `search` only warns of it.
-    """
-    first, _ = parser.parse_known_args(argv)
-    sources = filter(None, map(vars(first).get, ("sft", "trees", "labels", "qnet")))
-    makers = [(source, made_in(Path(source).absolute())) for source in sources]
-    home = makers[0][1] if makers else {}
-    env = first.env or home.get("env", "webshop")
-    run = first.run or Path("runs") / env.rpartition(":")[2].lower()
-    begun = run_of(run)
-    env, home = first.env or begun.get("env", env), begun or home
-    shared = {"env": env, "env_option": [], "seed": 0, "env_files": None}
-    shared |= home if env == home.get("env") else {}
-    parser.set_defaults(run=run, **shared)
-    args = parser.parse_args(argv)
-    if "lora" in args and not args.lora and (args.lora_alpha or args.load_in):
-        raise UserError("--lora-alpha, --load-in: they need --lora RANK")
-    args.argv, args.free = sys.argv[1:] if argv is None else list(argv), parser.free_names
-    args.env_option = sorted({text.partition("=")[0]: text for text in args.env_option}.values())
-    for folder, settings in ((run, begun), *makers):
-        if settings and world(settings) != world(vars(args)):
-            args.env_files = None
-            before, now = shlex.join(world(settings)), shlex.join(world(vars(args)))
-            reason = f"{folder} is of {before}, not of {now}"
-            if settings is begun and not search:
-                raise UserError(f"{reason}: leave the flags out, or name another --run")
-            files.warn(reason)
-    return args
+# -------------------------------------------------------------------------------- earlier stages
 
 
-def run_of(folder: Path) -> dict[str, Any]:
-    file = folder / "run.json"
-    return files.read_object(file) if file.exists() else {}
-
-
-def made_in(output: Path) -> dict[str, Any]:
-    """What SHARED was when an output was made: in its recipe, wherever it is, else in its run."""
-    recipe = meta_of(output)["recipe"]
-    return {name: recipe[name] for name in SHARED if name in recipe} or run_of(output.parent)
-
-
-def world(settings: dict[str, Any]) -> list[str]:
-    """The environment and its options as flags."""
-    options = [["--env-option", text] for text in settings["env_option"]]
-    return ["--env", settings["env"], *itertools.chain(*options)]
-
-
-def same_world(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether recipes are of one environment, with one set of options and of files."""
-    return all(a.get(name) == b.get(name) for name in ("env", "env_option", "env_files"))
-
-
-def need(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
-    """A stage's input: what was named, else the earlier stage's output, made or resumed first."""
-    path = named or default
-    path = path if path.name not in ("", "..") else path.resolve()  # "--sft ." has a name
+def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path:
+    """An input of a stage: what was named, else RUN/name, which the earlier stage makes first."""
+    path = named or config.run / name
     if named and not path.exists():
         raise UserError(f"{named}: no such file or folder")
     if not path.exists():
-        make(path, stage, args)
+        make(path, stage, config)
     for product, source in outdated(path):
         files.warn(f"{product} was made from another {source} than there is now: make it again")
     return path
 
 
-def make(output: Path, stage: str, args: argparse.Namespace) -> None:
-    """Run an earlier stage with the flags that all stages share."""
+def make(output: Path, stage: str, config: Run) -> None:
+    """Run an earlier stage: as it was begun, or with the settings that all stages share."""
     argv = [word for word in meta_of(output).get("argv", []) if word != "--overwrite"]
-    # A stopped stage goes on as it was begun, from whatever folder.
-    argv = [*argv, "--run", str(args.run)] if argv else handed_on(args)
+    argv = [*argv, "--run", str(config.run)] if argv else handed_on(config)
     problem = f"{output} is missing or not complete"
     command = f"python {stage}.py {shlex.join(argv)}"
-    agent = None if stage == "sft" else vars(args).get("sft")
-    if share()[1] > 1 or (agent and agent.resolve() != (args.run / "sft").resolve()):
+    sft = getattr(config, "sft", None)
+    other_agent = sft and stage != "sft" and sft.resolve() != (config.run / "sft").resolve()
+    if other_agent or share()[1] > 1:
         reason = "make it first, by one process and from the --sft that is meant"
         raise UserError(f"{problem}: {reason}: {command}")
     print(f"{problem}: making it with {command}", flush=True)
     importlib.import_module(stage).main(argv)
-    args.env_files = args.env_files or run_of(args.run).get("env_files")
 
 
-def handed_on(args: argparse.Namespace) -> list[str]:
+def handed_on(config: Run) -> list[str]:
     """The flags that all stages of a run share; the environment's only of a new run."""
-    argv = [] if run_of(args.run) else world(vars(args))
-    for name in ("run", "seed", "device", "precision"):
-        value = vars(args).get(name)
-        argv += [] if value is None else [f"--{name}", str(value)]
+    argv = ["--run", str(config.run), "--seed", str(config.seed)]
+    if not begun_with(config.run):
+        argv += ["--env", config.env]
+        for option in config.env_option:
+            argv += ["--env-option", option]
+    for name in ("preset", "device", "precision"):
+        value = getattr(config, name, None)
+        argv += [] if value is None else [flag(name), value]
     return argv
 
 
@@ -148,42 +93,37 @@ def meta_of(output: Path) -> dict[str, Any]:
     return {"recipe": {}, "inputs": {}} | (files.read_object(path) if path.exists() else {})
 
 
-Inputs = dict[str, Path | None]  # by the flags that name them
+def recipe_of(settings: dict[str, Any], inputs: Inputs) -> dict[str, Any]:
+    """What the bytes of an output depend on: settings, and the content of inputs."""
+    hashes: dict[str, str | None] = {}
+    for name, path in inputs.items():
+        hashes[name] = files.sha256(path) if path and path.exists() else None
+    return json.loads(json.dumps(settings | hashes, default=str))
 
 
-def only(args: argparse.Namespace, *names: str) -> argparse.Namespace:
-    """The arguments of an output that depends on few of them: all others are free."""
-    return argparse.Namespace(**vars(args) | {"free": [n for n in vars(args) if n not in names]})
+def claim(output: Path, recipe: dict, overwrite: bool, may_change: Sequence[str] = ()) -> dict:
+    """Begin an output, or resume it. Returns its recipe, with what only an earlier call has used.
 
-
-def claim(output: Path, args: argparse.Namespace, inputs: Inputs) -> dict[str, Any]:
-    """Begin an output, or resume it. Returns its recipe: all flags but the free ones, and the
-    content of the inputs. UserError if it was begun with another one."""
-    left_out = {*NOT_IN_RECIPE, *args.free, *inputs}
-    recipe = {name: value for name, value in vars(args).items() if name not in left_out}
-    recipe |= {name: files.sha256(path) for name, path in inputs.items() if path and path.exists()}
-    recipe = json.loads(json.dumps(recipe, default=str))
+    may_change: names of settings and inputs. UserError if it was begun with another recipe.
+    """
     begun_parts = any(parts_of(output).glob("*.jsonl"))  # asked first, as metadata came before them
     begun = meta_of(output)["recipe"]
-    if args.overwrite:
+    if overwrite:
         for old in (output, parts_of(output), states_of(output), meta_path(output)):
             files.discard(old)
         return recipe
     if not begun and (begun_parts or is_there(output)):
         reason = "not of this command, which leaves a .meta.json beside it"
         raise UserError(f"{output}: {reason}: move it, or name it as an input")
-    differences = []
-    for name in {**begun, **recipe} if begun else ():
+    for name in dict.fromkeys([*begun, *recipe]) if begun else ():
         before, now = begun.get(name), recipe.get(name)
-        new_input = name == "qnet" and not before  # what methods without it began
-        if before != now and name not in args.free and not new_input:
-            other = "which has changed or is another"
-            text = f"{inputs[name]}, {other}" if name in inputs else f"{before}, not {now}"
-            differences.append(f"--{name.replace('_', '-')} {text}")
-    if differences:
-        way_out = "--overwrite starts again, another --out or --run keeps both"
-        raise UserError(f"{output} was begun with {'; '.join(differences)}: {way_out}")
-    return recipe
+        no_q = name in ("qnet", "qnet_model") and (name not in begun or name not in recipe)
+        if before != now and name not in may_change and not no_q:  # a search without Q has no QNet
+            hashed = isinstance(now, str) and len(now) == 64
+            text = "that has changed or is another" if hashed else f"{before}, not {now}"
+            way_out = "--overwrite starts again, another --out or --run keeps both"
+            raise UserError(f"{output} was begun with {flag(name)} {text}: {way_out}")
+    return begun | recipe
 
 
 def is_there(output: Path) -> bool:
@@ -191,35 +131,48 @@ def is_there(output: Path) -> bool:
     return output.exists() and (output.is_file() or any(output.iterdir()))
 
 
-def write_meta(
-    output: Path, args: argparse.Namespace, recipe: dict, inputs: Inputs, **figures: Any
-) -> None:
-    """Inputs are named relative to the output, so that a run may be moved."""
-    folder, named = output.parent.resolve(), {n: path for n, path in inputs.items() if path}
-    places = {n: os.path.relpath(p.parent.resolve() / p.name, folder) for n, p in named.items()}
+def write_meta(output: Path, config: Run, recipe: dict, inputs: Inputs, **figures: Any) -> None:
+    """Write NAME.meta.json and, if the run has none yet, RUN/run.json.
+
+    Inputs are named relative to the output, so that a run may be moved.
+    """
+    folder = output.parent.resolve()
+    places = {
+        name: os.path.relpath(path.parent.resolve() / path.name, folder)
+        for name, path in inputs.items()
+        if path
+    }
     record = {
         "recipe": recipe,
         "inputs": places,
-        "argv": args.argv,
+        "argv": config.argv,
         "versions": {name: version(name) for name in PACKAGES if find_spec(name)},
         **figures,
     }
     with files.replacing(meta_path(output)) as out:
         json.dump(record, out, indent=1, ensure_ascii=False)
-    if args.env_files is not None and not run_of(args.run):  # an environment was opened
-        with files.replacing(args.run / "run.json") as out:
-            json.dump({name: getattr(args, name) for name in SHARED}, out, indent=1)
+    opened = recipe.get("env_files") is not None  # an environment
+    if opened and not begun_with(config.run):
+        shared = {name: recipe[name] for name in ("env", "env_option", "env_files")}
+        with files.replacing(config.run / "run.json") as out:
+            json.dump(shared | {"seed": config.seed, "preset": config.preset}, out, indent=1)
 
 
 def write_at_once(
-    output: Path, args: argparse.Namespace, records: Iterable[dict], inputs: Inputs, **figures: Any
+    output: Path,
+    config: Run,
+    records: Iterable[dict],
+    inputs: Inputs,
+    may_change: Sequence[str] = (),
+    **figures: Any,
 ) -> None:
     """An output that takes no time to make, so it is made anew each time."""
     files.refuse_folder(output)
     with files.locked(output):
-        recipe = claim(output, args, inputs)
+        recipe = recipe_of(config.recipe(), inputs)
+        recipe = claim(output, recipe, config.overwrite, may_change)
         files.discard(output)  # a stop leaves no old lines beside new metadata
-        write_meta(output, args, recipe, inputs, **figures)
+        write_meta(output, config, recipe, inputs, **figures)
         files.write_jsonl(output, records)
 
 
@@ -257,17 +210,23 @@ class Output:
     """
 
     def __init__(
-        self, path: Path, args: Any, key: Callable[[dict], Any], alone: bool = False, **inputs: Any
+        self,
+        path: Path,
+        config: Run,
+        recipe: dict[str, Any],
+        inputs: Inputs,
+        key: Callable[[dict], Any],
+        alone: bool = False,
     ) -> None:
         rank, n = (0, 1) if alone else share()
         files.refuse_folder(path)
-        if args.overwrite and n > 1:
+        if config.overwrite and n > 1:
             raise UserError(f"{path}: several processes with --overwrite: delete it")
-        self.path, self.args, self.key, self.inputs = path, args, key, inputs
+        self.path, self.config, self.inputs, self.key = path, config, inputs, key
         self.part = parts_of(path) / f"{rank}-of-{n}.jsonl"
         self.lock = contextlib.ExitStack()
         self.lock.enter_context(files.locked(self.part if n > 1 else path))
-        self.recipe = claim(path, args, inputs)
+        self.recipe = claim(path, recipe, config.overwrite)
         self.started = time.time()
         self.read()
         self.one_call = n == 1 and not self.groups  # this call makes all of it
@@ -309,7 +268,7 @@ class Output:
         from tqdm import tqdm
 
         if meta_of(self.path)["recipe"] != self.recipe:
-            write_meta(self.path, self.args, self.recipe, self.inputs)
+            write_meta(self.path, self.config, self.recipe, self.inputs)
         self.part.parent.mkdir(exist_ok=True)
         with open(self.part, "a", encoding="utf-8") as out:
             out.truncate(self.part.read_bytes().rfind(b"\n") + 1)  # what a stop cut
@@ -328,6 +287,7 @@ class Output:
                 self.groups[key] = self.groups.pop(key)  # in this order, behind older ones
             files.write_jsonl(self.path, self.records)
             seconds = time.time() - self.started if self.one_call else None
-            write_meta(self.path, self.args, self.recipe, self.inputs, seconds=seconds, **figures)
+            figures["seconds"] = seconds
+            write_meta(self.path, self.config, self.recipe, self.inputs, **figures)
             shutil.rmtree(parts_of(self.path), ignore_errors=True)
         self.lock.close()

@@ -1,40 +1,28 @@
-"""What both training loops share beside the loop: processes, the order of updates, log and states.
-
-torchrun --nproc-per-node 8 -- train_qnet.py ...     (-- keeps torchrun from reading --run)
-"""
+"""What both training loops share beside the loop: the order of updates, the learning rate, and the
+log and states from which a stopped training goes on."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import itertools
 import math
 import os
-import shutil
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import accelerate
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from tqdm import tqdm
 
-from qlass import UserError, files, models, runs
+from qlass import UserError, files, processes, runs
+from qlass.config import Training
 
 T = TypeVar("T")
-LAUNCHER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"]
-PLUGINS = ["DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"]
-
-# ----------------------------------------------------------------------------- the order of updates
 
 
 def updates_of(sizes: Sequence[int], batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """Shuffle the examples and cut them into updates.
+    """Shuffle the examples and cut them into updates: lists of indices.
 
     An update is full when the sizes of its examples sum to at least `batch`; the last may not be.
     The order depends on seed and epoch alone: a resumed training needs no memory of it.
@@ -52,7 +40,8 @@ def updates_of(sizes: Sequence[int], batch: int, seed: int, epoch: int) -> list[
 
 
 def micro_batches(examples: Sequence[T], length: Callable[[T], int], budget: int) -> list[list[T]]:
-    """Examples of like length, as many together as fit `budget` padded tokens, at least one."""
+    """Examples of like length, as many together as fit `budget` tokens, padding included; at least
+    one."""
     groups: list[list[T]] = []
     for example in sorted(examples, key=length, reverse=True):
         if not groups or length(groups[-1][0]) * (len(groups[-1]) + 1) > budget:
@@ -69,90 +58,59 @@ def cosine(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-# ---------------------------------------------------------------------------------------- processes
+def autocast(model: nn.Module, dtype: torch.dtype) -> torch.autocast:
+    """bf16 arithmetic on float32 weights where dtype is bf16; else nothing."""
+    device = next(model.parameters()).device.type
+    return torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
-@contextlib.contextmanager
-def processes(args: Namespace) -> Iterator[accelerate.PartialState]:
-    """The processes of a stage that trains `args.out`: yields this one; the first alone writes."""
-    rank, n = files.share()
-    if n > 1 and "MASTER_ADDR" not in os.environ:  # as in a job array
-        reason = "WORLD_SIZE is set, but the processes see no others"
-        raise UserError(f"{reason}: start them by torchrun, or unset it")
-    for name in () if n > 1 else LAUNCHER:  # alone, whatever a launcher has left in the shell
-        os.environ.pop(name, None)
-    for name in PLUGINS:
-        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
-            raise UserError(
-                f"Accelerate's {name}: each process holds the whole model: leave it out"
-            )
-    cpu = not torch.cuda.is_available() or (args.device or "").startswith("cpu")
-    patience = datetime.timedelta(days=2)  # for as long as the first plays demonstrations
-    process = accelerate.PartialState(cpu=cpu, timeout=patience)
-    with files.locked(args.out) if rank == 0 else contextlib.nullcontext():
-        yield process
-        if rank == 0:  # the checkpoint is complete
-            shutil.rmtree(runs.states_of(args.out), ignore_errors=True)
+def clip(model: nn.Module, loss: float, step: int, lr: float) -> None:
+    """Clip the gradient's norm at 1. UserError before a NaN spoils the weights."""
+    norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        failure = f"update {step + 1}: loss {loss:.3g}, gradient norm {float(norm):.3g}"
+        raise UserError(f"{failure}: --overwrite and a lower --lr than {lr:g} start again")
 
 
-def begin(args: Namespace, **inputs: Path | None) -> dict | None:
-    """The recipe of `args.out`; None if it is trained already."""
-    models.settle_precision(args)
-    process, recipe = accelerate.PartialState(), {}
-    if process.is_main_process:
-        recipe = runs.claim(args.out, args, inputs)
-        if not runs.is_there(args.out):
-            runs.write_meta(args.out, args, recipe, inputs)
-    process.wait_for_everyone()
-    if runs.is_there(args.out):
-        process.print(f"{args.out}: is complete; --overwrite trains it again", flush=True)
-        return None
-    return recipe
+def is_trained(out: Path, config: Training, recipe: dict, inputs: runs.Inputs, first: bool) -> bool:
+    """Begin a checkpoint, or resume it. Whether it is complete already.
+
+    first: whether this is the first of several processes, which alone writes.
+    """
+    if first:
+        recipe.update(runs.claim(out, recipe, config.overwrite))
+        if runs.is_there(out):
+            print(f"{out}: is complete; --overwrite trains it again", flush=True)
+        else:
+            runs.write_meta(out, config, recipe, inputs)
+    processes.wait()
+    return runs.is_there(out)
 
 
-# ----------------------------------------------------------------------------------- log and states
+class TrainingLog:
+    """A training's log, NAME.log.jsonl, and its states in NAME.partial/: the last and the best.
 
-
-class Training:
-    """Model, optimizer, the lines of the log, and the states from which a stopped training resumes.
-
-    The model is not wrapped: DDP would miss what `forward` does not call, and micro-batches that
-    differ in number would hang it.
+    A state is weights, moments, random numbers and the log so far.
+    lines: of the log, one per update and one per epoch.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        args: Namespace,
-        sizes: Sequence[int],
-        rates: list[tuple[nn.Module, float]],
+        self, out: Path, model: nn.Module, optimizer: Any, steps: int, config: Training
     ) -> None:
-        """sizes[i]: what example i counts in a batch. rates: of the model's parts."""
-        self.accelerator = accelerate.Accelerator(
-            mixed_precision="bf16" if args.precision == "bf16" else "no",
-            device_placement=False,
-            log_with=args.log_with,
-            project_dir=args.out.with_name(args.out.name + ".curves"),
-        )
-        self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, and no wrapper
-        self.args, self.model, self.states = args, model, runs.states_of(args.out)
-        self.optimizer: Any = models.adamw(rates, args.optim)
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]  # at their highest
-        self.plan = [updates_of(sizes, args.batch, args.seed, e) for e in range(args.epochs)]
-        self.starts = [0, *itertools.accumulate(map(len, self.plan))]  # updates before each epoch
-        self.lines: list[dict] = []  # of the log: one per update, one per epoch
-        if there := sorted(self.states.glob("state-*.pt")):
-            self.load(there[-1])
-        again = {"tensorboard": {"purge_step": self.step + 1}}  # or a stop's updates stand twice
-        self.accelerator.init_trackers("qlass", init_kwargs=again)
+        """Resumes from the last state, if there is one. steps: updates of all epochs."""
+        self.model, self.optimizer, self.config = model, optimizer, config
+        self.states = runs.states_of(out)
+        self.lines: list[dict] = []
+        if (self.states / "last.pt").exists():
+            self.load("last.pt")
         self.began = time.perf_counter() - (self.lines[-1]["seconds"] if self.lines else 0)
-        first = self.accelerator.is_main_process
-        log = args.out.with_name(args.out.name + ".log.jsonl") if first else os.devnull
-        self.log = open(log, "w", encoding="utf-8")  # noqa: SIM115
-        self.log.writelines(map(files.dumps, self.lines))
+        self.first = files.share()[0] == 0
+        path = out.with_name(out.name + ".log.jsonl") if self.first else os.devnull
+        self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+        self.file.writelines(map(files.dumps, self.lines))
         every = 0.1 if sys.stderr.isatty() else 30  # seconds; off a terminal a report is a line
-        shown = {"initial": self.step, "disable": not first, "mininterval": every}
-        self.bar = tqdm(None, args.out.name, self.starts[-1], **shown)
+        shown: Any = {"initial": self.step, "disable": not self.first, "mininterval": every}
+        self.bar = tqdm(None, out.name, steps, **shown)
 
     @property
     def step(self) -> int:
@@ -165,102 +123,78 @@ class Training:
         return [line for line in self.lines if "epoch" in line]
 
     @property
+    def updates(self) -> list[dict]:
+        """The lines of the epoch at hand."""
+        ends = [i for i, line in enumerate(self.lines, 1) if "epoch" in line]
+        start = ends[-1] if ends else 0
+        return self.lines[start:]
+
+    @property
     def best(self) -> int:
         """The epoch of the lowest validation loss, from 1; the last one if there is none."""
         losses = [line["validation"] for line in self.curve]
-        return losses.index(min(losses)) + 1 if losses and None not in losses else len(losses)
+        if not losses or None in losses:
+            return len(losses)
+        return losses.index(min(losses)) + 1
 
-    def updates(self) -> Iterator[tuple[list[int], bool]]:
-        """What is left: the indices of an update's examples, and whether it ends its epoch.
+    def is_over(self) -> bool:
+        """Whether --patience epochs have brought no better validation."""
+        return len(self.curve) >= self.best + self.config.patience
 
-        It ends after --patience epochs without a better validation.
-        """
-        for epoch in range(len(self.curve), len(self.plan)):
-            if epoch >= self.best + self.args.patience:
-                return
-            start, end = self.starts[epoch : epoch + 2]
-            for step in range(self.step, end):
-                yield self.plan[epoch][step - start], step + 1 == end
-
-    def share(self, groups: Sequence[T]) -> Sequence[T]:
-        """This process's micro-batches, every n-th of n processes."""
-        return groups[self.accelerator.process_index :: self.accelerator.num_processes]
-
-    def reduce(self, loss: float) -> float:
-        """Sum loss and gradients of the processes and clip them; UserError before NaN spoils the
-        weights."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if self.accelerator.num_processes > 1:
-            for p in parameters:
-                p.grad = self.accelerator.reduce(torch.zeros_like(p) if p.grad is None else p.grad)
-        loss = sum(gather_object([loss]))
-        norm = self.accelerator.clip_grad_norm_(parameters, 1.0)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            failure = f"update {self.step + 1}: loss {loss:.3g}, gradient norm {float(norm):.3g}"
-            hint = f"--overwrite and a lower --lr than {self.args.lr:g} start again"
-            raise UserError(f"{failure}: {hint}")
-        return loss
-
-    def end_update(self, loss: float, tokens: int, last: bool) -> None:
-        """tokens: of all its micro-batches. last: `end_epoch` follows, and saves."""
-        tokens += next((line["tokens"] for line in reversed(self.lines) if "lr" in line), 0)
-        rate = self.optimizer.param_groups[0]["lr"]
-        self.write(self.step + 1, {"loss": loss, "lr": rate, "tokens": tokens})
+    def end_update(self, loss: float, tokens: int) -> None:
+        """tokens: of the update's examples, without padding."""
+        before = [line["tokens"] for line in self.lines if "lr" in line]
+        total = tokens + (before[-1] if before else 0)
+        self.write(self.step + 1, loss=loss, lr=self.optimizer.param_groups[0]["lr"], tokens=total)
         self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
         self.bar.update()
-        if self.step % self.args.save_every == 0 and not last:
-            self.save()
+        if self.step % self.config.save_every == 0:
+            self.save("last.pt")
 
     def end_epoch(self, validation: float | None, **figures: Any) -> None:
         """validation: the loss that early stopping watches, None if there is none."""
         epoch = len(self.curve) + 1
-        if not math.isfinite(validation or 0.0):
+        if validation is not None and not math.isfinite(validation):
             raise UserError(f"epoch {epoch}: validation loss {validation}, so it has diverged")
-        losses = [line["loss"] for line in self.lines if "lr" in line][self.starts[epoch - 1] :]
-        line = {"epoch": epoch, "loss": sum(losses) / len(losses), **figures}
-        (line,) = broadcast_object_list([line | {"validation": validation}])
-        self.write(self.step, line, "epoch/")
-        self.save()
+        losses = [line["loss"] for line in self.updates]
+        mean = sum(losses) / len(losses)
+        self.write(self.step, epoch=epoch, loss=mean, **figures, validation=validation)
+        if validation is not None and self.best == epoch:
+            self.save("best.pt")
+        self.save("last.pt")
 
-    def finish(self) -> dict:
+    def finish(self) -> dict[str, Any]:
         """Give the model the best epoch's weights. Returns figures for the metadata."""
         self.bar.close()
-        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # no autocast, in place
-        for tracker in self.accelerator.trackers:  # `end_training` would end the processes too
-            tracker.finish()
-        (update, epoch), curve = self.lines[-2:], self.curve
-        figures = {"steps": self.step, "tokens": update["tokens"], "seconds": epoch["seconds"]}
-        figures |= {"loss": curve[self.best - 1]["loss"], "best_epoch": self.best, "curve": curve}
-        if self.best < len(self.curve):
-            self.load(self.state(self.starts[self.best]))
+        self.file.close()
+        curve, best = self.curve, self.best
+        tokens = [line["tokens"] for line in self.lines if "lr" in line]
+        figures = {"steps": self.step, "tokens": tokens[-1], "seconds": curve[-1]["seconds"]}
+        figures |= {"loss": curve[best - 1]["loss"], "best_epoch": best, "curve": curve}
+        if best < len(curve):
+            self.load("best.pt")
         return figures
 
-    def write(self, step: int, figures: dict, kind: str = "update/") -> None:
-        """A line of the log; a tracker's curves begin with their kind."""
+    def write(self, step: int, **figures: Any) -> None:
+        """A line of the log."""
         seconds = round(time.perf_counter() - self.began, 3)
         self.lines.append({"step": step, "seconds": seconds, **figures})
-        self.log.write(files.dumps(self.lines[-1]))
-        self.log.flush()
-        numbers = (figures | figures.get("held_out", {})).items()
-        self.accelerator.log({kind + n: x for n, x in numbers if isinstance(x, int | float)}, step)
+        self.file.write(files.dumps(self.lines[-1]))
+        self.file.flush()
 
-    def state(self, step: int) -> Path:
-        return self.states / f"state-{step:08}.pt"
-
-    def save(self) -> None:
-        """Write a state; of the older ones the best epoch's stays."""
-        if not self.accelerator.is_main_process:
+    def save(self, name: str) -> None:
+        """Write a state, whole or not at all."""
+        if not self.first:
             return
         trained = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
         state = {"weights": trained, "moments": self.optimizer.state_dict(), "lines": self.lines}
-        path, best = self.state(self.step), self.state(self.starts[self.best])
-        with files.draft_of(path) as draft:
-            random = torch.get_rng_state(), torch.cuda.get_rng_state_all()
-            torch.save(state | {"random": random}, draft)
-        for old in {*self.states.glob("state-*.pt")} - {path, best}:
-            old.unlink()
+        state["random"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+        with files.draft_of(self.states / name) as draft:
+            torch.save(state, draft)
 
-    def load(self, path: Path) -> None:
+    def load(self, name: str) -> None:
+        """Take model, optimizer, random numbers and log from a state."""
+        path = self.states / name
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
         self.model.load_state_dict(state["weights"], strict=False)  # not the frozen ones
         self.optimizer.load_state_dict(state["moments"])

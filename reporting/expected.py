@@ -1,4 +1,4 @@
-"""Whether rewards lie within expected ranges: `report.py --expected FILE`."""
+"""Whether rewards lie within expected ranges: `python -m reporting --expected FILE`."""
 
 import csv
 from collections.abc import Sequence

@@ -38,7 +38,7 @@ METHODS = {  # in the order of the table
     "mcts": "MCTS by QNet",
     "particles": "particles by QNet",
 }
-APART = 'not one row: name the runs apart: python report.py "first=PATH" "second=PATH"'
+APART = 'not one row: name the runs apart: python -m reporting "first=PATH" "second=PATH"'
 ALONE = "not one table: report on each alone"
 RESULT = ("task_id", "env", "method", "reward", "tokens")  # fields that a line must have
 UNTRAINED = ("oracle", "expert", "rule", "chat")  # methods that no training of ours changes

@@ -1,7 +1,7 @@
 """The report: result files -> an HTML page with figures, tables and a tree viewer, and its tables.
 
-    python report.py                                   # runs/webshop: its results*.jsonl
-    python report.py runs/a runs/b "100 demos=runs/c"  # several runs; LABEL=PATH tells them apart
+    python -m reporting                                   # runs/webshop: its results*.jsonl
+    python -m reporting runs/a runs/b "100 demos=runs/c"  # several runs; LABEL=PATH tells them apart
 
     reads   results*.jsonl (files, or run folders), q_labels.jsonl or trees.jsonl for the viewer
     writes  report.html (opens from the disk, without a network), report.md and the figures as PNG
@@ -13,44 +13,42 @@ looks at the environment's true reward before it answers is an "oracle": no agen
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import os
 import tempfile
 from pathlib import Path
 
+from tyro.conf import Positional
+
 from qlass import UserError
+from qlass.config import parse, run_stage
 from qlass.files import replacing
-from qlass.flags import run_stage
-
-DEFAULT_RUN = Path("runs/webshop")
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Tables, figures and a page from result files.")
-    add = parser.add_argument
-    add("results", nargs="*", help="results*.jsonl or run folders; LABEL=PATH names one (RUN)")
-    add("--run", type=Path, help=f"run folder (that of the first result file, or {DEFAULT_RUN})")
-    add("--trees", type=Path, help="q_labels.jsonl or trees.jsonl to show (the run folder's)")
-    add("--out", type=Path, help="the page; tables and figures go beside it (RUN/report.html)")
-    add("--protocol", action="store_true", help="only print what their numbers mean, for a paper")
-    add("--expected", type=Path, help="CSV of ranges: says whether the rewards lie within them")
-    return parser.parse_args(argv)
+@dataclasses.dataclass(frozen=True)
+class Config:
+    results: Positional[tuple[str, ...]] = ()  # results*.jsonl or run folders; LABEL=PATH names one
+    run: Path = Path("runs/webshop")  # whose results are read where none are named
+    trees: Path | None = None  # q_labels.jsonl or trees.jsonl to show (the run folder's)
+    out: Path | None = None  # the page; tables and figures go beside it (RUN/report.html)
+    protocol: bool = False  # only print what their numbers mean, for a paper
+    expected: Path | None = None  # CSV of ranges: says whether the rewards lie within them
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
+    config = parse(Config, argv, doc=__doc__)
     os.environ.setdefault("HOME", tempfile.gettempdir())  # matplotlib asks for it
     from experiments.frontier import frontier
     from reporting import expected, figures, page, tables
     from reporting.results import protocol, read_results, result_files
 
-    sources = list(result_files(args.results or [str(args.run or DEFAULT_RUN)]))
-    if args.protocol:
+    sources = list(result_files(config.results or [str(config.run)]))
+    if config.protocol:
         protocols = {str(source[1]): protocol(read_results([source])) for source in sources}
         return print(json.dumps(protocols, indent=1, ensure_ascii=False))
-    run = args.run or sources[0][1].parent
-    out = args.out or run / "report.html"
+    run = sources[0][1].parent if config.results and config.run == Config.run else config.run
+    out = config.out or run / "report.html"
     if out.suffix != ".html":
         raise UserError(f"{out}: the page is HTML: name it .html")
     warnings: list[str] = []
@@ -61,15 +59,15 @@ def main(argv: list[str] | None = None) -> None:
         file.write(text)
     print(text)
     trees = [path for path in (run / "q_labels.jsonl", run / "trees.jsonl") if path.exists()]
-    viewer = page.tree_data(args.trees or next(iter(trees), None))
+    viewer = page.tree_data(config.trees or next(iter(trees), None))
     pictures = figures.draw(groups, out, (figures.tokens, figures.labels, frontier))
     sections = page.sections(groups, pictures, warnings)
     inputs = [path for _, path in sources]
     with replacing(out) as file:
         file.write(page.render(sections, viewer, inputs))
     print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
-    if args.expected:
-        print("\n".join(expected.verdicts(groups, expected.read_ranges(args.expected))))
+    if config.expected:
+        print("\n".join(expected.verdicts(groups, expected.read_ranges(config.expected))))
 
 
 if __name__ == "__main__":

@@ -34,14 +34,16 @@ def lines_of(step: Step, number: int, picture: str) -> list[str]:
     """What the agent read, its candidates with their scores, the one taken."""
     page = step.state.observation.replace(step.state.task or "\n", "...")  # it stands above
     page = textwrap.shorten(page, 2 * WIDTH, placeholder=" ...")
-    page = textwrap.fill(page, WIDTH, initial_indent="  ", subsequent_indent="  ")
-    lines = [paint(f"step {number}", "1"), page, *(f"    {row}" for row in picture.splitlines())]
+    lines = [paint(f"step {number}", "1")]
+    lines.append(textwrap.fill(page, WIDTH, initial_indent="  ", subsequent_indent="  "))
+    lines += [f"    {row}" for row in picture.splitlines()]
+
     words = [textwrap.shorten(parse_action(a), WORD, placeholder=" ...") for a in step.candidates]
     column = max(map(len, words))
     for action, word, score in zip(step.candidates, words, step.scores, strict=True):
-        taken = action == step.action
-        line = f"{'>' if taken else ' '} {word:{column}}  {bar(score, step.scores)}".rstrip()
-        lines.append(f"  {paint(line, '32') if taken else line}")
+        line = f"{word:{column}}  {bar(score, step.scores)}".rstrip()
+        line = paint(f"> {line}", "32") if action == step.action else f"  {line}"
+        lines.append(f"  {line}")
     return lines
 
 
@@ -49,6 +51,9 @@ def show(env: Any, step: Step, number: int, done: bool) -> None:
     """Print step `number` of an episode, from 1; at its end the reward too."""
     if number == 1:
         print(paint(step.state.task or "a new episode", "1;36"))
-    print("\n".join(lines_of(step, number, env.picture(step.state.observation))), flush=True)
+    for line in lines_of(step, number, env.picture(step.state.observation)):
+        print(line)
     if done:
-        print(f"{paint(f'reward {step.reward:.3g}', '1;36')} after {number} steps\n", flush=True)
+        reward = paint(f"reward {step.reward:.3g}", "1;36")
+        print(f"{reward} after {number} steps\n")
+    sys.stdout.flush()  # a pipe too shows each step as it is played

@@ -1,0 +1,102 @@
+"""Stage 1 with a second loss: the agent also learns to predict what its actions lead to.
+
+    python -m experiments.clone_answers --env frozenlake    # in place of python sft.py --env frozenlake
+
+    reads, writes   what sft.py does
+
+The tiny model that was cloned on actions alone tells FrozenLake's moves apart too little for a QNet to rank them. Here
+the last token of each action also predicts all tokens of the environment's answer, whatever their order, each with the
+weight --observation-loss. The loss of the agent's own tokens is Eq. (5). docs/differences.md has what it changes.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+import sft
+from qlass import UserError
+from qlass.chat import Chat
+from qlass.config import Real, read, run_stage
+from qlass.messages import State
+from qlass.published import Demonstration
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(sft.Config):
+    observation_loss: Real = 1.0  # weight of a token of the environment's answers
+
+
+@dataclasses.dataclass
+class Example:
+    """Tokens to read, and targets: (the position that predicts, the token, its weight)."""
+
+    ids: list[int]
+    predictions: list[tuple[int, int, float]]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def targets(self) -> float:
+        """The weight of all that is predicted, which divides the loss."""
+        return sum(weight for *_, weight in self.predictions)
+
+
+def example_of(chat: Chat, state: State, limit: int, answer: list[int], weight: float) -> Example:
+    """A trajectory, cut at `limit` tokens; answer: the tokens of what follows its last action."""
+    ids: list[int] = []
+    predictions = []
+    for turn, tokens in enumerate([*chat.message_tokens(state), answer]):
+        if turn % 2 == 1:
+            predictions += [(len(ids) - 1 + i, token, 1.0) for i, token in enumerate(tokens)]
+        elif weight and turn >= chat.stays(state):
+            predictions += [(len(ids) - 1, token, weight) for token in tokens]
+        ids += tokens
+    return Example(ids[:limit], [target for target in predictions if target[0] < limit - 1])
+
+
+def examples_of(chat: Chat, expert: list[Demonstration], limit: int, weight: float) -> Iterator[Example]:
+    """One example per trajectory; in a Markov environment, one per action. weight: of the answers."""
+    for state in (demonstration.state for demonstration in expert):
+        for n in chat.aids.example_ends(state.messages):
+            answer = []
+            if weight and n < len(state.messages):
+                answered = State(state.messages[: n + 1], state.task)
+                answer = chat.message_tokens(answered)[-1]
+            example = example_of(chat, State(state.messages[:n], state.task), limit, answer, weight)
+            if example.predictions:
+                yield example
+
+
+def loss_of(model: Any, examples: list[Example]) -> torch.Tensor:
+    """-sum w log pi(x | what stands before it) over the targets x; ()."""
+    ids = pad_sequence([torch.tensor(example.ids) for example in examples], batch_first=True)  # (B, T)
+    targets = [(row, *target) for row, example in enumerate(examples) for target in example.predictions]
+    rows, positions, labels, weights = map(torch.tensor, zip(*targets, strict=True))
+    positions, column = positions.unique(return_inverse=True)
+    kept = positions.to(model.device)
+    logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=kept).logits  # (B, K, V)
+    losses = cross_entropy(logits[rows, column].float(), labels.to(model.device), reduction="none")
+    return (weights.to(model.device) * losses).sum()
+
+
+def tokenize(chat: Chat, expert: list[Demonstration], config: Config) -> tuple[list[Example], list[sft.Example]]:
+    """The examples to train on; those to validate have the agent's tokens alone."""
+    limit = min(config.max_tokens, chat.context)
+    learned, held_out = sft.hold_out(expert)
+    examples = list(examples_of(chat, learned, limit, config.observation_loss))
+    if not examples:
+        raise UserError(f"no demonstration has an action within {limit} tokens (--max-tokens)")
+    return examples, list(sft.examples_of(chat, held_out, limit))
+
+
+def main(argv: list[str] | None = None) -> None:
+    sft.clone(read(Config, __doc__, argv), tokenize, loss_of)
+
+
+if __name__ == "__main__":
+    run_stage(main)

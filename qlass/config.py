@@ -1,0 +1,298 @@
+"""Settings: one frozen dataclass per command is its flags, its --help, its defaults and its recipe.
+
+A field's comment is the help of its flag. What no flag says comes from RUN/run.json, then from a
+preset (qlass/presets.py), then from the class, where the paper's settings stand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import shutil
+import sys
+import textwrap
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from unittest import mock
+
+import tyro
+from tyro.conf import Suppress, UseAppendAction, arg
+
+from qlass import UserError, presets
+from qlass.files import read_object
+
+C = TypeVar("C")
+R = TypeVar("R", bound="Run")
+
+# --------------------------------------------------------------------------------- kinds of fields
+
+
+def free(default: Any) -> Any:
+    """A field that may differ when a stopped run resumes: no byte of the output depends on it."""
+    return dataclasses.field(default=default, metadata={"free": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The least and the largest value of a number, in the type of its field."""
+
+    low: float
+    high: float = float("inf")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.low:g} or more"
+            if self.high == float("inf")
+            else f"{self.low:g} to {self.high:g}"
+        )
+
+
+Natural = Annotated[int, Bounds(0)]
+Positive = Annotated[int, Bounds(1)]
+Real = Annotated[float, Bounds(0)]
+Share = Annotated[float, Bounds(0, 1)]
+
+
+def bounds_in(hint: Any) -> list[Bounds]:
+    """The bounds in a type: of Positive | None those of Positive."""
+    if isinstance(hint, Bounds):
+        return [hint]
+    return [bounds for part in typing.get_args(hint) for bounds in bounds_in(part)]
+
+
+def check_bounds(config: Any) -> None:
+    """UserError for a number outside the bounds of its field's type."""
+    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        for bounds in bounds_in(hint):
+            for number in value if isinstance(value, tuple) else [value]:
+                if number is not None and not bounds.low <= number <= bounds.high:  # nan neither
+                    raise UserError(f"{flag(name)} {number}: {bounds} is expected")
+
+
+def flag(name: str) -> str:
+    """A field's name -> its flag."""
+    return f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
+
+
+# ------------------------------------------------------------------- settings that commands share
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every command of a run has."""
+
+    stage: ClassVar[str] = ""  # whose settings a preset has for this command
+    plays_elsewhere: ClassVar[bool] = False  # in another environment than the run's, if asked to
+
+    env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
+    env_option: UseAppendAction[tuple[str, ...]] = ()  # NAME=VALUE, of the environment
+    run: Path = free(Path("runs/ENV"))  # folder of this run's files
+    preset: Literal["tiny", "paper"] | None = free(None)  # whose defaults (qlass/presets.py)
+    seed: Annotated[int, Bounds(0, 2**32 - 1)] = 0  # of all random numbers
+    overwrite: bool = free(False)  # make the output again from scratch
+    debug: bool = free(False)  # show the traceback of an error
+    argv: Suppress[tuple[str, ...]] = free(())  # the flags as they were given
+
+    def recipe(self) -> dict[str, Any]:
+        """The settings that the bytes of an output depend on."""
+        fields = dataclasses.fields(self)
+        return {f.name: getattr(self, f.name) for f in fields if not f.metadata.get("free")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt(Run):
+    """What a prompt depends on, which agent and QNet must share."""
+
+    max_new_tokens: Positive | None = None  # of an action (the checkpoint's: 256; tiny: 48)
+    truncate: Literal["oldest"] | None = None  # leave out old turns beyond the context
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling(Prompt):
+    """How a stage in which the agent acts samples from it."""
+
+    temperature: Real | None = None  # the checkpoint's own, if none is named (0.7; tiny: 1)
+    top_p: Annotated[float, Bounds(0.01, 1)] | None = None  # of free text (1)
+    top_k: Natural | None = None  # of free text: the K likeliest tokens (0: all)
+    stop: tuple[str, ...] | None = None  # texts that end an action
+    load_in: Literal["4bit", "8bit"] | None = None  # bits per weight
+    precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
+    plain: bool = free(False)  # one sequence at a time, for recurrent models
+    cache_gb: Real | None = free(None)  # for prompts (2; on a GPU a quarter of it)
+    in_flight: Positive | None = free(None)  # trees or episodes side by side (64; sciworld: 4)
+    server: Annotated[str | None, arg(metavar="URL[#MODEL]")] = free(None)  # OpenAI-compatible
+    device: str | None = free(None)  # the GPU, or without one the CPU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory(Run):
+    """How a large model is trained in little memory."""
+
+    load_in: Literal["4bit", "8bit"] | None = None  # bits per weight of what LoRA leaves as it is
+    lora: Positive | None = None  # train updates of this rank alone
+    lora_alpha: Positive | None = None  # their factor is alpha / rank (alpha: twice the rank)
+    optim: Literal["adamw", "adamw8bit"] = "adamw"  # moments in 32 or in 8 bits
+    gradient_checkpointing: bool = free(False)  # less memory, a third more time
+    device: str | None = free(None)  # the GPU, or without one the CPU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training(Memory):
+    """What both trainings have; the defaults are Table 5's."""
+
+    lr: Real = 1e-5  # learning rate at its peak
+    batch: Positive = 64  # examples per update
+    patience: Positive = 2  # epochs without a better validation before it ends
+    precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
+    micro_tokens: Positive = free(8192)  # tokens in memory at once, padding included
+    save_every: Positive = free(50)  # updates
+
+
+# ------------------------------------------------------------------------------ reading the flags
+
+FORM = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+
+
+def parse(
+    kind: type[C], argv: Sequence[str] | None, default: C | None = None, doc: str | None = None
+) -> C:
+    """The Config that flags say; --help begins with the first words of `doc`, a module's.
+
+    UserError, in one line, for flags that it does not have.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    start = kind() if default is None else default
+    heard, said = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stderr(heard))
+            stack.enter_context(contextlib.redirect_stdout(said))
+            stack.enter_context(mock.patch.dict(os.environ, COLUMNS="999"))  # no line is broken
+            config = tyro.cli(kind, args=argv, default=start, description=" ", config=FORM)
+    except SystemExit as stop:
+        if stop.code:
+            raise UserError(one_line(heard.getvalue())) from None
+        first_words = (doc or "").strip().split("\n\n")[:3]  # what it does, an example, files
+        print(*first_words, tidy(said.getvalue()), sep="\n\n")
+        raise
+    check_bounds(config)
+    return config
+
+
+def rows_of(panel: str) -> list[str]:
+    """What stands in a panel that tyro prints, between its first and its second rule."""
+    rows = [row.strip() for row in panel.splitlines()]
+    rules = [i for i, row in enumerate(rows) if row.startswith("---")] + [len(rows)]
+    return rows[rules[0] + 1 : rules[1]]
+
+
+def one_line(message: str) -> str:
+    """What tyro says of a mistake, and the flag that was perhaps meant."""
+    rows = [row.strip() for row in message.splitlines()]
+    hint = "--help lists the flags"
+    if "Perhaps you meant:" in rows:
+        meant = rows.index("Perhaps you meant:") + 1
+        hint = f"perhaps you meant {rows[meant]}"
+    return f"{' '.join(filter(None, rows_of(message)))} ({hint})"
+
+
+def tidy(help_text: str) -> str:
+    """tyro's list of flags: a paragraph each, with its default where there is one."""
+    width = shutil.get_terminal_size().columns
+    flags: list[str] = []
+    for row in help_text.splitlines():
+        if not row.startswith("  "):  # a title, or a rule
+            continue
+        name, _, text = ("", "", row) if row.startswith("   ") else row.strip().partition("  ")
+        if name:
+            name = name.partition(", --M")[0].partition(", --N")[0]
+            flags.append(f"  {name:26} ")
+        flags[-1] += re.sub(r" ?\(default: (None|False|)\)", "", text).strip()
+    return "\n".join(textwrap.fill(text, width, subsequent_indent=" " * 29) for text in flags)
+
+
+def read(kind: type[R], doc: str | None, argv: Sequence[str] | None) -> R:
+    """The settings of a command of a run. doc: its module's docstring, which --help begins with.
+
+    UserError if the run is of another environment, or of other options, than the flags name.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    said = [word for word in argv if word not in ("-h", "--help")]
+    unsaid: Any = {"env": "", "run": Path()}
+    first = parse(kind, said, dataclasses.replace(kind(), **unsaid))
+    run = first.run
+    if run == Path():
+        run = Path("runs") / (first.env or kind.env).rpartition(":")[2].lower()
+    begun = begun_with(run)
+    env = first.env or begun.get("env", kind.env)
+    inherited = begun if begun.get("env") == env else {}
+    preset = first.preset or inherited.get("preset") or presets.suited(first, run)
+    chosen = presets.settings(preset, env, kind, lora=bool(getattr(first, "lora", None)))
+    if inherited:
+        chosen |= {"seed": inherited["seed"], "env_option": tuple(inherited["env_option"])}
+    chosen |= {"env": env, "run": run, "preset": preset}
+    config = parse(kind, argv, kind(**chosen), doc)
+    by_name = {text.partition("=")[0]: text for text in config.env_option}
+    options = tuple(sorted(by_name.values()))
+    config = dataclasses.replace(config, env_option=options, argv=tuple(argv))
+    if (
+        begun
+        and not kind.plays_elsewhere
+        and (env, options) != (begun["env"], tuple(begun["env_option"]))
+    ):
+        before = " ".join([begun["env"], *begun["env_option"]])
+        reason = f"{run} is of {before}, not of {' '.join([env, *options])}"
+        raise UserError(f"{reason}: leave the flags out, or name another --run")
+    presets.announce(config, chosen)
+    return config
+
+
+def begun_with(run: Path) -> dict[str, Any]:
+    """What RUN/run.json says of a run that has begun: environment, options, files, seed, preset."""
+    file = run / "run.json"
+    return read_object(file) if file.exists() else {}
+
+
+# --------------------------------------------------------------------------------------- mistakes
+
+
+OUT_OF_MEMORY = "out of memory|allocate memory"  # of a GPU or a CPU
+FEWER = "--gradient-checkpointing, --lora 16, fewer --micro-tokens, --in-flight or --cache-gb"
+
+
+def run_stage(main: Callable[[], Any]) -> None:
+    """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a console may have no "█"
+    try:
+        return main()
+    except KeyboardInterrupt:
+        text = "\nstopped; the same command, without --overwrite, resumes from what is written"
+        print(text, file=sys.stderr)
+        sys.exit(130)
+    except (UserError, OSError, ModuleNotFoundError, RuntimeError) as error:
+        text = advice(error)
+        if "--debug" in sys.argv or not text:
+            raise
+        print(f"error: {text}", file=sys.stderr)
+        sys.exit(2)
+
+
+def advice(error: Exception) -> str:
+    """An error as one line that says what to do; nothing for a bug, which needs its traceback."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{text}: pip install it"
+    if "failed writing file" in text:  # torch's
+        return "a file can't be written: is the disk full?"
+    if re.search(OUT_OF_MEMORY, text):
+        return f"out of memory: give {FEWER}"
+    return "" if isinstance(error, RuntimeError) else text

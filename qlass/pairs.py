@@ -1,0 +1,118 @@
+"""What a QNet learns from: the pairs of (s, a) of labelled trees, and whether it ranks siblings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qlass import UserError, files
+from qlass.batching import Score
+from qlass.chat import Chat
+from qlass.messages import State
+
+HELD_OUT = 10  # the trees of every tenth task are not trained on
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One (s, a) of a tree with its target q; siblings have the same state."""
+
+    state: State
+    action: str
+    q: float
+
+
+Pairs = list[Pair]  # of one tree, depth first; or of one state
+
+
+def states_of(tree: list[dict]) -> dict[int, State]:
+    """The state of each node by node_id: the root's messages, then actions and their answers."""
+    root = tree[0]
+    states = {root["node_id"]: State.load(root["messages"], root.get("task") or "")}
+    for node in tree[1:]:
+        parent = states[node["parent_id"]]
+        states[node["node_id"]] = parent.then(node["action"], node["observation"])
+    return states
+
+
+def pairs_of(tree: list[dict]) -> Pairs:
+    """All (s, a, q) of a labelled tree, depth first: a node's action in its parent's state."""
+    states = states_of(tree)
+    return [Pair(states[node["parent_id"]], node["action"], node["q"]) for node in tree[1:]]
+
+
+def families(pairs: Pairs) -> list[Pairs]:
+    """The pairs of a tree by state: siblings together, in the order of the first of them."""
+    siblings: dict[State, Pairs] = {}
+    for pair in pairs:
+        siblings.setdefault(pair.state, []).append(pair)
+    return list(siblings.values())
+
+
+def hold_out(trees: list[Pairs], tasks: Sequence[str]) -> tuple[list[Pairs], list[Pairs]]:
+    """Trees to train on, and those of every tenth task, from the first on, to validate.
+
+    tasks: of each tree. The trees of a task alone are both.
+    """
+    held_out = set(list(dict.fromkeys(tasks))[::HELD_OUT])
+    learned = [tree for tree, task in zip(trees, tasks, strict=True) if task not in held_out]
+    validation = [tree for tree, task in zip(trees, tasks, strict=True) if task in held_out]
+    return learned or trees, validation
+
+
+def read_pairs(
+    labels: Path, chat: Chat, limit: int | None = None
+) -> tuple[list[Pairs], dict[str, Any]]:
+    """The pairs that the model can read, of each of the first `limit` labelled trees; figures for
+    the metadata."""
+    tasks, trees, left_out = [], [], 0
+    labelled = files.read_trees(labels, ["q", "messages"])
+    for tree in itertools.islice(labelled, limit):
+        try:
+            pairs = pairs_of(tree)
+        except UserError as error:
+            name = f"the tree of task {tree[0]['task_id']}"
+            raise UserError(f"{labels}: {name}: {error}") from None
+        tasks.append(tree[0]["task_id"])
+        trees.append([pair for pair in pairs if chat.fits(pair.state, pair.action)])
+        left_out += len(pairs) - len(trees[-1])
+    if left_out:
+        why = "beyond the model's context (--truncate oldest cuts them)"
+        print(f"{left_out} pairs are left out: {why}")
+    return trees, {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
+
+
+def ranking(
+    score: Callable[[list[Score]], list[list[float]]], trees: list[Pairs]
+) -> dict[str, Any]:
+    """On these trees, of Q: the mean square error (Eq. 8), the part of it within states, and
+    `sibling_accuracy`. score: what answers Score requests."""
+    pairs = list(itertools.chain(*trees))
+    values = score([Score(p.state, (p.action,)) for p in pairs])
+    scores = {(p.state, p.action): v for p, (v,) in zip(pairs, values, strict=True)}
+    square = within = 0.0
+    for family in itertools.chain(*map(families, trees)):
+        errors = [scores[p.state, p.action] - p.q for p in family]
+        mean = sum(errors) / len(errors)
+        square += sum(e**2 for e in errors)
+        within += sum((e - mean) ** 2 for e in errors)
+    n = max(1, len(pairs))
+    return {"mse": square / n, "within_mse": within / n} | sibling_accuracy(trees, scores)
+
+
+def sibling_accuracy(trees: list[Pairs], scores: dict, gap: float = 0.05) -> dict[str, Any]:
+    """Of the sibling pairs whose q differ by more than `gap`, the share whose scores agree.
+
+    Chance is .5.
+    """
+    right = []
+    for family in itertools.chain(*map(families, trees)):
+        for a, b in itertools.combinations(family, 2):
+            if abs(a.q - b.q) > gap:
+                difference = scores[a.state, a.action] - scores[b.state, b.action]
+                right.append(0.5 if difference == 0 else float((difference > 0) == (a.q > b.q)))
+    accuracy = sum(right) / len(right) if right else None
+    return {"sibling_accuracy": accuracy, "sibling_pairs": len(right)}

@@ -1,0 +1,148 @@
+"""Presets: whose settings a command has where no flag says another, by environment and stage.
+
+tiny    the tiny model's, which are those of the rows in runs/reference_output. They were chosen on
+        validation tasks; WebShop's also on its first 400 test tasks, which are not played.
+paper   the paper's: Table 5 and Appendix A.2. Most of them are the defaults of the stages'
+        Config; here is what depends on the environment.
+
+A preset that fits is taken unasked: the paper's for a pretrained model, else the tiny model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from qlass.files import read_object
+
+Stages = dict[str, dict[str, Any]]  # the settings of each stage; "run": of every stage
+
+TINY: dict[str, Stages] = {
+    "any": {  # an environment of your own, and what the others do not say
+        # Enough demonstrations to learn a task, few enough that the agent still errs.
+        "sft": {
+            "n_expert": 1350,
+            "epochs": 0,  # 12, and more of few demonstrations
+            "lr": 3e-3,
+            "batch": 16,
+            "micro_tokens": 2048,
+            "candidates": "valid",
+        },
+        "build_trees": {"rollouts": 24, "limit": 250, "tasks": "new"},
+        # The last token: why is in docs/differences.md.
+        "train_qnet": {
+            "epochs": 8,
+            "lr": 1e-3,
+            "loss_on": "last",
+            "max_tokens": 1024,
+            "micro_tokens": 2048,
+        },
+        "q_search": {"limit": 400},
+        "eto": {"lr": 1e-4},
+        "tree_grpo": {"lr": 3e-4},  # the learning rate decides everything
+        "ppo": {"lr": 3e-4, "critic_lr": 1e-3},
+    },
+    "webshop": {
+        "sft": {"n_expert": 100},
+        # Many small trees teach QNet more than few large ones of as many rollouts.
+        "build_trees": {"depth": 3, "rollouts": 6, "limit": 1000, "temperature": 1.5},
+        # With the paper's .9 the ten steps of a careful purchase are worth less than buying the
+        # first product at once.
+        "bellman": {"gamma": 0.98},
+        # Trained to the end, where the learning rate is 0, and with a loss on the order of siblings
+        # (runs/reference_output/README.md).
+        "train_qnet": {"epochs": 3, "patience": 3, "rank_weight": 4.0},
+        "q_search": {"skip": 400, "limit": 0},
+        "eto": {"lr": 2e-5},
+    },
+    "alfworld": {
+        # Without the thoughts that repeat what earlier pages said, an aid (docs/differences.md).
+        "run": {"env_option": ("thoughts=false",)},
+        "sft": {"n_expert": 600},
+        "build_trees": {"depth": 8, "rollouts": 6, "limit": 600},
+        "bellman": {"gamma": 0.98},
+        "train_qnet": {"epochs": 6, "patience": 6},
+        "q_search": {"split": "valid_unseen"},
+        "qval": {"split": "valid_unseen"},
+        "eto": {"lr": 3e-5},
+        "tree_grpo": {"lr": 1e-4},
+        "ppo": {"lr": 1e-4},
+    },
+    "sciworld": {
+        "run": {"env_option": ("tasks=eto",)},  # the 24 tasks that ETO and the paper have
+        # Few demonstrations of long episodes, so small batches.
+        "sft": {"n_expert": 300, "epochs": 12, "batch": 4},
+        # 300 trees give QNet a thousand pairs of siblings whose q differ.
+        "build_trees": {"depth": 6, "rollouts": 6, "limit": 300},
+        "train_qnet": {"epochs": 4},
+        "q_search": {"split": "test_unseen"},
+        "qval": {"split": "test_unseen"},
+    },
+    "frozenlake": {
+        "run": {"env_option": ("map=lakes",)},
+        "sft": {"epochs": 100, "patience": 100},
+        # Wide, and sampled warm, so that every move from every cell is tried.
+        "build_trees": {
+            "depth": 6,
+            "width": 4,
+            "rollouts": 600,
+            "steps": 20,
+            "prune": "tail",
+            "temperature": 1.5,
+        },
+        # 4,000 pairs are two or three trees.
+        "train_qnet": {"batch": 4000, "epochs": 30, "patience": 30},
+    },
+}
+
+# The paper names no bound of rollouts; WebShop's trees have at most W^(D+1) = 81 leaves. Episodes
+# are as long as the environments have them by themselves: 5 steps on WebShop, 18 in trees and 40
+# at inference elsewhere.
+PAPER: dict[str, Stages] = {
+    "any": {},
+    "webshop": {"build_trees": {"depth": 3, "rollouts": 1000}},
+    "alfworld": {"build_trees": {"depth": 8}, "q_search": {"split": "valid_unseen"}},
+    "sciworld": {"build_trees": {"depth": 6}, "q_search": {"split": "test_unseen"}},
+}
+
+PRESETS = {"tiny": TINY, "paper": PAPER}
+# Updates that start from 0 take larger steps than weights.
+LORA: Stages = {
+    "sft": {"lr": 2e-4},
+    "train_qnet": {"lr": 2e-4},
+    "eto": {"lr": 1e-5},
+    "tree_grpo": {"lr": 1e-5},
+    "ppo": {"lr": 1e-5},
+}
+
+
+def settings(preset: str, env: str, kind: Any, lora: bool = False) -> dict[str, Any]:
+    """What a preset says of the fields of a stage's Config, `kind`, on an environment."""
+    stages = PRESETS[preset]["any"], PRESETS[preset].get(env, {}), LORA if lora else {}
+    fields = {field.name for field in dataclasses.fields(kind)}
+    found: dict[str, Any] = {}
+    for part in ("run", kind.stage):
+        for stage in stages:
+            found.update(stage.get(part, {}))
+    return {name: value for name, value in found.items() if name in fields}
+
+
+def suited(config: Any, run: Path) -> str:
+    """The preset that fits the model that the flags name: --model, or the checkpoint --sft."""
+    if getattr(config, "model", "tiny") != "tiny":
+        return "paper"
+    rendering = (getattr(config, "sft", None) or run / "sft") / "policy.json"
+    if rendering.is_file():
+        return "tiny" if read_object(rendering).get("mark_matches") else "paper"
+    return "tiny"
+
+
+def announce(config: Any, chosen: dict[str, Any]) -> None:
+    """Say in one line which preset acts, and by which settings."""
+    preset = settings(config.preset, config.env, type(config))
+    kept = {n: v for n, v in preset.items() if getattr(config, n) == chosen[n] == v}
+    words = [f"--{n.replace('_', '-')} {value}" for n, value in kept.items() if n != "env_option"]
+    what = " ".join(words) or "nothing else than the defaults"
+    print(f"preset {config.preset}, {config.env}: {what}", file=sys.stderr)
