@@ -38,7 +38,7 @@ retrained self-rft "self-trained, RFT" --method rft
 half=$RUN/half
 stage sft.py "${common[@]}" --run "$half" --n-expert 50 --epochs 25
 learn_q "$half" "$half/sft" --no-expert
-RUN=$half compare --method all  # this agent's own table: python report.py RUN/half
+RUN=$half compare --method all  # this agent's own table: python -m reporting RUN/half
 variant half "half of the demonstrations" --method qlass -M 2 4 6 --sft "$half/sft" --qnet "$half/qnet"
 stage sft.py "${common[@]}" --run "$half-end" --n-expert 50
 variant half-end "half of the demonstrations, 50 epochs" --method greedy sample --sft "$half-end/sft"

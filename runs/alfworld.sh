@@ -5,7 +5,7 @@
 set -euo pipefail
 ENV=alfworld
 . "$(dirname "$0")/common.sh"
-common+=("$@")
+common+=("$@") splits=(valid_unseen valid_seen)
 clone
 learn_q "$RUN" "$RUN/sft"
 compare --limit 0 --method all -M 2 4

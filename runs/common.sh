@@ -1,10 +1,9 @@
-# Sourced by the scripts beside it, which name the environment ENV: an environment's settings for the tiny model, where a
-# run's files lie, and how stages are called. The settings were chosen on validation tasks, WebShop's also
-# on its first 400 test tasks, which are not played. A script that names `ENVS` of environments or a number of SEEDS takes
-# them as arguments.
+# Sourced by the scripts beside it, which name the environment ENV: where a run's files lie, and how stages are called. The
+# settings are those of qlass/presets.py; a script says what it sets otherwise, in the arrays sft, trees, labels, qnet
+# and tasks. A script that names `ENVS` of environments or a number of SEEDS takes them as arguments.
 # Run a stopped script again: finished stages are kept, the others resume.
 # SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python; EPOCHS=8 for a
-# longer training of WebShop's QNet; RANK_WEIGHT=0 for the paper's QNet.
+# longer training of QNet; RANK_WEIGHT=0 for the paper's QNet.
 [ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
 wrong() { echo "error: bash runs/$(basename "$0") --help" >&2 && exit 2; }
 no_flags() { [ $# = 0 ] || wrong; }
@@ -20,26 +19,10 @@ common=(--env "$ENV" --seed "$SEED")
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}  # threads wait asleep, not spinning, where others need the cores too
 
-splits=(test) tasks=() sft=() trees=() labels=() qnet=()
-case $ENV in
-    webshop)  # gamma .98, since with the paper's .9 the ten steps of a careful purchase are worth less than buying the first
-              # product at once. Many small trees teach QNet more than few large ones of as many rollouts
-        tasks=(--skip 400 --limit 0) trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98)
-        # Trained to the end, where the learning rate is 0, and with a loss on the order of siblings (reference_output/README.md).
-        qnet=(--epochs "${EPOCHS:=3}" --patience "$EPOCHS" --rank-weight "${RANK_WEIGHT:=4}") ;;
-    alfworld)  # without the thoughts that repeat what earlier pages said, an aid (docs/differences.md)
-        common+=(--env-option thoughts=false) splits=(valid_unseen valid_seen) sft=(--n-expert 600)
-        trees=(--limit 600 --rollouts 6) labels=(--gamma 0.98) qnet=(--epochs 6 --patience 6) ;;
-    sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches; 300 trees
-              # give QNet a thousand pairs of siblings whose q differ
-        common+=(--env-option tasks=eto) splits=(test_unseen test_seen)
-        sft=(--n-expert 300 --epochs 12 --batch 4) trees=(--limit 300 --rollouts 6) qnet=(--epochs 4) ;;
-    frozenlake)  # the agent also learns to predict what a move leads to, else QNet cannot tell moves apart; trees wide, and
-                 # sampled warm, so that every move from every cell is tried; 4,000 pairs are two or three trees
-        common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 100 --patience 100 --observation-loss 1)
-        trees=(--depth 6 --width 4 --rollouts 600 --steps 20 --prune tail --temperature 1.5)
-        qnet=(--batch 4000 --epochs 30 --patience 30) ;;
-esac
+tasks=() sft=() trees=() labels=()
+qnet=(${EPOCHS:+--epochs "$EPOCHS" --patience "$EPOCHS"} ${RANK_WEIGHT:+--rank-weight "$RANK_WEIGHT"})
+splits=("")  # the preset's
+[ "$ENV" != frozenlake ] || [ -z "${MAP:-}" ] || common+=(--env-option "map=$MAP")
 
 folder_of() { [ "$2" = 0 ] && echo "runs/$1" || echo "runs/$1-seed$2"; }  # NAME SEED
 threads() {  # as many as cores are idle now: one that waits for a core keeps all the others waiting
@@ -53,7 +36,11 @@ stage() {
     echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads)} "$PYTHON" "$@"
 }
-clone() { stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}"; }  # stage 1, behaviour cloning
+clone() {  # stage 1, behaviour cloning; on FrozenLake with a second loss, else QNet cannot tell moves apart
+    local cloning=(sft.py)
+    [ "$ENV" != frozenlake ] || cloning=(-m experiments.clone_answers)
+    stage "${cloning[@]}" "${common[@]}" --run "$RUN" "${sft[@]}"
+}
 learn_q() {  # FOLDER SFT FLAG...: stages 2 to 4, exploration trees of an agent, their Bellman backup and a QNet, in FOLDER
     local here=("${common[@]}" --run "$1") agent=(--sft "$2")
     stage build_trees.py "${here[@]}" "${agent[@]}" "${trees[@]}" "${@:3}"
@@ -66,7 +53,7 @@ on_test_tasks() {
     local command=("$1") && shift
     [ "${command[0]}" != -m ] || { command+=("$1") && shift; }
     for split in "${splits[@]}"; do
-        stage "${command[@]}" "${common[@]}" --run "$RUN" --split "$split" "${tasks[@]}" "$@"
+        stage "${command[@]}" "${common[@]}" --run "$RUN" ${split:+--split "$split"} "${tasks[@]}" "$@"
     done
 }
 variant() {  # NAME LABEL FLAG...: test tasks with another agent or QNet, distinguished by the label
@@ -77,5 +64,5 @@ trees_best() {  # FLAG...: the agent cloned again from its demonstrations and th
     variant tree "SFT on trees' best" "$@" --method greedy --sft "$RUN/sft-tree"
 }
 report() {  # EXPECTED: a file of ranges, of which each is said to hold the run's reward or not
-    stage report.py --run "$RUN" --out "$RUN/report.html" ${EXPECTED:+--expected "$EXPECTED"}
+    stage -m reporting --run "$RUN" --out "$RUN/report.html" ${EXPECTED:+--expected "$EXPECTED"}
 }

@@ -6,7 +6,7 @@
 #   bash runs/equal_data.sh SIZE [SEED ...]      (default: 101 to 110, of 1,000 demonstrations 101 to 105)
 # IN=FOLDER for run folders elsewhere than in runs. Run it again after a stop: finished stages are kept, the others resume.
 set -euo pipefail
-ENV=webshop RANK_WEIGHT=0
+ENV=webshop
 . "$(dirname "$0")/common.sh"
 [[ "$*" =~ ^(100|300|1000)(\ [0-9]+)*$ ]] || wrong
 size=$1 && shift
@@ -14,9 +14,9 @@ seeds=("$@")
 [ $# -gt 0 ] || seeds=(101 102 103 104 105 106 107 108 109 110)
 [ $# -gt 0 ] || [ "$size" != 1000 ] || seeds=(101 102 103 104 105)
 agent="cloned from $size"
-tasks=(--limit 400) sft=(--n-expert "$size")
-trees=(--tasks cloned --limit "$size" --rollouts $((6000 / size)) --temperature 1.5)
-declare -A loss=([rank]="--loss-on last --rank-weight 4" [all]="--loss-on all" [last]="--loss-on last")
+tasks=(--skip 0 --limit 400) sft=(--n-expert "$size")
+trees=(--tasks cloned --limit "$size" --rollouts $((6000 / size)))
+declare -A loss=([rank]="" [all]="--loss-on all --rank-weight 0" [last]="--rank-weight 0")
 declare -A by=([rank]="with rank weight" [all]="by Eq. 11" [last]="by the last token")
 shop() {  # SEED
     SEED=$1 RUN=${IN:-runs}/equal-$size-$1

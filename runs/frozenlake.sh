@@ -10,7 +10,7 @@ learn_q "$RUN" "$RUN/sft"
 compare --method all
 on_test_tasks -m experiments.lookup -M 4  # what QNet adds to its trees
 stage -m experiments.qval "${common[@]}" --run "$RUN" --trajectories 8 --references exact --out "$RUN/qval-exact"
-# The same QNet for an agent that was cloned without --observation-loss, which costs an agent some of its reward.
-stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}" --observation-loss 0 --out "$RUN/sft-plain"
+# The same QNet for an agent that was cloned on actions alone: the second loss costs an agent some of its reward.
+stage sft.py "${common[@]}" --run "$RUN" --out "$RUN/sft-plain"
 variant plain "agent cloned without" --sft "$RUN/sft-plain" --method greedy qlass likeliest -M 2 4 6
 report

@@ -9,14 +9,14 @@ ENV=alfworld
 . "$(dirname "$0")/common.sh"
 [[ "$*" =~ ^[0-9\ ]*$ ]] || wrong
 [ $# -gt 0 ] || set -- 41 42 43
-splits=(test) tasks=(--limit 0) same=("${common[@]:4}")  # without --env and --seed
+splits=(test) tasks=(--limit 0)
 with_qnet() {  # NAME LABEL FLAG...
     stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" "${@:3}" --out "$RUN/qnet-$1"
     compare --qnet "$RUN/qnet-$1" --label "cloned, QNet $2" --method qlass untried_qlass -M 4 --out "$RUN/results-$1.jsonl"
 }
 games() {  # SEED
     RUN=runs/games-$1
-    common=(--env alfworld --seed "$1" "${same[@]}" --env-option "seed=$1")
+    common=(--env alfworld --seed "$1" --env-option "seed=$1")
 }
 for seed; do
     games "$seed"

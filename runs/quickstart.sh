@@ -8,3 +8,6 @@ clone                      # stage 1: behaviour cloning (sft.py)
 learn_q "$RUN" "$RUN/sft"  # stages 2 to 4: exploration trees, Bellman backup, QNet (build_trees, bellman, train_qnet)
 compare --method all       # stage 5: Q-guided generation (q_search.py), and every other policy beside it
 report
+bin=$(dirname "$PYTHON")
+[ ! -e "$bin/activate" ] || echo "Enter the environment:  source $bin/activate"
+echo "Watch QNet choose:      python q_search.py --run $RUN -M 4 --limit 3 --show"

@@ -10,11 +10,10 @@ ENV=webshop SEEDS=5 ENVS="webshop alfworld frozenlake"
 MAP=${MAP:-lakes2} RANK_WEIGHT=0
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
-splits=(test) tasks=(--limit 400) sizes=(4) episodes=(4 8) world=(seed)
+tasks=(--skip 0 --limit 400) sizes=(4) episodes=(4 8) world=(seed)
 rank=(--rank-weight 4)  # chosen, with --distinct and M = 4, on validation tasks of WebShop's worlds 11 and 12
 case $ENV in
     webshop) sizes=(4 6) episodes=(4 10) ;;
-    alfworld) splits=(valid_unseen) ;;
     frozenlake) world=() ;;
 esac
 same=("${common[@]:4}") runs=()  # without --env and --seed

@@ -16,4 +16,4 @@ for script in "${scripts[@]}"; do  # the main comparison of all seeds comes firs
         SEED=$seed RUN=${runs[-1]} bash "runs/$script"
     done
 done
-stage report.py "${runs[@]}" --out "runs/$ENV/seeds.html"
+stage -m reporting "${runs[@]}" --out "runs/$ENV/seeds.html"

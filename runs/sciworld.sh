@@ -5,6 +5,7 @@ set -euo pipefail
 ENV=sciworld
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
+splits=(test_unseen test_seen)
 clone
 learn_q "$RUN" "$RUN/sft"
 test_tasks=(--limit 96 --truncate oldest)  # a long episode of a random player is beyond the model's context

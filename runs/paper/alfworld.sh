@@ -7,7 +7,7 @@ RUN=${RUN:-runs/paper-alfworld-$NAME}
 env=(--env alfworld --run "$RUN" --seed "$SEED"
     --env-option "data=$ALFWORLD_DATA" --env-option "instruction=$ETO/alfworld_inst.txt")
 sft+=(--expert "$ETO/alfworld_sft.json")
-trees+=(--depth 8 --steps 18 --rollouts "$ROLLOUTS" "${long[@]}") qnet+=("${long[@]}")
+trees+=(--rollouts "$ROLLOUTS" "${long[@]}") qnet+=("${long[@]}")
 pipeline
-for split in valid_seen valid_unseen; do policies --max-steps 40 --split $split "${long[@]}"; done
-$PYTHON report.py --run "$RUN"
+for split in valid_seen valid_unseen; do policies --split $split "${long[@]}"; done
+$PYTHON -m reporting --run "$RUN"

@@ -7,7 +7,7 @@ RUN=${RUN:-runs/paper-sciworld-$NAME}
 env=(--env sciworld --run "$RUN" --seed "$SEED"
     --env-option "split_file=$ETO/sciworld" --env-option "instruction=$ETO/sciworld_inst.txt")
 sft+=(--expert "$ETO/sciworld_sft.json")
-trees+=(--depth 6 --steps 18 --rollouts "$ROLLOUTS" "${long[@]}") qnet+=("${long[@]}")
+trees+=(--rollouts "$ROLLOUTS" "${long[@]}") qnet+=("${long[@]}")
 pipeline
-for split in test_seen test_unseen; do policies --max-steps 40 --split $split "${long[@]}"; done
-$PYTHON report.py --run "$RUN"
+for split in test_seen test_unseen; do policies --split $split "${long[@]}"; done
+$PYTHON -m reporting --run "$RUN"

@@ -1,8 +1,9 @@
-# Sourced by the other scripts: the paper's hyper-parameters (Table 5, App. A.2) in our flags, and where its data is.
+# Sourced by the other scripts: the paper's experiment with a pretrained model, and where its data is. A run that begins with
+# a pretrained --model has the paper's settings (Table 5, App. A.2: qlass/presets.py); here is what our means change.
 #
 # By default LoRA, where the paper trains all weights: Llama-2-7B takes 20 GB of a GPU, 13B 34 GB. All weights of 7B on
 # eight GPUs of 80 GB, each of which holds the whole model (docs/scale.md):
-#   TRAIN="accelerate launch --num_processes 8" FITS="--gradient-checkpointing --optim adamw8bit" bash runs/paper/webshop.sh
+#   TRAIN="torchrun --nproc-per-node 8" FITS="--gradient-checkpointing --optim adamw8bit" bash runs/paper/webshop.sh
 # A stopped script resumes when it is run again. SEED=1 makes a run folder of its own.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python}
@@ -13,17 +14,16 @@ NAME=${NAME:-$(basename "$MODEL")-$SEED}       # names the run folder
 ETO=${ETO:-data/eto}                           # ETO's: webshop_sft.json, webshop_inst.txt, train_indices.json, ...
 WEBSHOP=${WEBSHOP:-data/webshop}               # WebShop's: items_shuffle.json, items_ins_v2.json, items_human_ins.json
 ALFWORLD_DATA=${ALFWORLD_DATA:-data/alfworld}  # what `alfworld-download` fetches
-FITS=${FITS:---gradient-checkpointing --lora 16 --lr 2e-4}
+FITS=${FITS:---gradient-checkpointing --lora 16}
 PLAY=${PLAY:-}            # of stages 2 and 5 on a GPU of 24 GB: "--load-in 4bit --cache-gb 0"
 ROLLOUTS=${ROLLOUTS:-64}  # of a tree; the paper names no bound, and W^(D+1) is 2,187 on ScienceWorld, 19,683 on ALFWorld
 
-read -ra optimiser <<<"--lr 1e-5 --batch 64 --max-tokens 4096 $FITS"  # cosine, warm-up 3 %, no decay: the stages' own
-sft=(--model "$MODEL" --epochs 3 "${optimiser[@]}")
+read -ra fits <<<"$FITS"
 read -ra play <<<"$PLAY"
-trees=(--width 3 --temperature 0.7 --limit 0 "${play[@]}")  # all training tasks (of ALFWorld's games a tenth is the split "val")
-bellman=(--gamma 0.9)
-qnet=(--epochs 2 "${optimiser[@]}" --loss-on all)
-search=(--temperature 0.7 --limit 0 "${play[@]}") M=(2) N=(2 4 6)
+sft=(--model "$MODEL" "${fits[@]}")
+trees=("${play[@]}")  # of all tasks that were cloned (of ALFWorld's games a tenth is the split "val")
+qnet=("${fits[@]}")
+search=("${play[@]}") M=(2) N=(2 4 6)
 long=(--truncate oldest)  # 40 steps, a demonstration's in a tree too, may be more than Llama-2's 4,096 tokens
 # ETO's goals, which people wrote, on the whole catalogue; its splits of 1,824 and 200 goal indices; its instruction.
 webshop=(--env webshop --seed "$SEED" --env-option "data=$WEBSHOP" --env-option human_goals=true
@@ -32,7 +32,7 @@ webshop=(--env webshop --seed "$SEED" --env-option "data=$WEBSHOP" --env-option 
 pipeline() {  # stages 1 to 4 for the environment in `env`; what is there stays
     $TRAIN sft.py "${env[@]}" "${sft[@]}"
     $PYTHON build_trees.py "${env[@]}" "${trees[@]}"
-    $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target q
+    $PYTHON bellman.py "${env[@]}"
     $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}"
 }
 policies() {  # FLAG...: Table 2's rows, QLASS with M candidates beside the agent and its best of N

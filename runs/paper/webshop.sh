@@ -7,12 +7,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/table5.sh"
 RUN=${RUN:-runs/paper-webshop-$NAME}
 env=("${webshop[@]}" --run "$RUN")
 sft+=(--expert "$ETO/webshop_sft.json")
-[ -z "${N_EXPERT:-}" ] || sft+=(--n-expert "$N_EXPERT") trees+=(--no-expert)
-trees+=(--depth 3 --steps 5 --rollouts 1000)  # W^(D+1) is 81: a bound that is hardly reached
+[ -z "${N_EXPERT:-}" ] || sft+=(--n-expert "$N_EXPERT") trees+=(--no-expert --tasks new)  # of all tasks
 pipeline
 # Perturbed as in App. A.3.2, all methods alike: by a language model where there is one, else by the bundled rules.
-search+=(--max-steps 5) M=(2 4 6) N=(2 4 6 8 10) perturbed=(--paraphrase)
+M=(2 4 6) N=(2 4 6 8 10) perturbed=(--paraphrase 0)
 [ -z "${PARAPHRASER:-}" ] || perturbed=(--paraphrase-server "$PARAPHRASER")
 SEARCHER="-m experiments.compare" policies "${perturbed[@]}" --label perturbed --out "$RUN/results-perturbed.jsonl"
 policies  # the same without perturbation
-$PYTHON report.py --run "$RUN"
+$PYTHON -m reporting --run "$RUN"
