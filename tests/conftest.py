@@ -28,11 +28,12 @@ def folder(tmp_path, monkeypatch):
 def fake_world(monkeypatch):
     """The scripts play the fake world, whatever --env says."""
 
-    def from_arguments(args, **options):
-        args.env_version = FakeEnv.version
-        return FakeEnv(**options)
+    def from_config(config, **options):
+        env = FakeEnv(**options)
+        env.settings = {"env": config.env, "env_option": [], "env_files": {}, "env_version": env.version}
+        return env
 
-    monkeypatch.setattr("envs.from_arguments", from_arguments)
+    monkeypatch.setattr("envs.from_config", from_config)
 
 
 @pytest.fixture(scope="session")

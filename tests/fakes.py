@@ -1,9 +1,7 @@
 """Fakes for the tests: a world whose tree is written out, tokenizers, models with random weights, servers."""
 
-import argparse
 import contextlib
 import functools
-import itertools
 import json
 import math
 import multiprocessing
@@ -21,11 +19,11 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.state import AcceleratorState
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import envs
 from build_trees import Explorer
+from qlass import config
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import LETTERS, Chat, Rendering
 from qlass.messages import State, parse_action, react
@@ -277,7 +275,6 @@ def fork(main: Callable, argv: list[str], folder: Path = Path(), **env: str) -> 
     """A stage in a process of its own, to be killed or run beside others."""
 
     def stage() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)  # of the test's own process
         os.chdir(folder)
         os.environ |= env
         main(argv)
@@ -287,16 +284,9 @@ def fork(main: Callable, argv: list[str], folder: Path = Path(), **env: str) -> 
     return process
 
 
-RUNS = itertools.count()
-
-
-def training_settings(**more: Any) -> argparse.Namespace:
-    """A stage's arguments as its loop reads them; each has an output of its own in the folder at hand."""
-    settings = {"out": Path(f"out{next(RUNS)}"), "epochs": 6, "batch": 4, "lr": 3e-3, "optim": "adamw", "seed": 0,
-                "patience": 2, "save_every": 50, "device": None, "precision": None, "overwrite": False,
-                "micro_tokens": 10_000, "log_with": None, "argv": [], "free": ["save_every", "micro_tokens"],
-                "env": "fake", "env_option": [], "env_files": None, "run": Path("run"), "debug": False}  # fmt: skip
-    return argparse.Namespace(**settings | more)
+def settings_of(stage: Any, *argv: str) -> Any:
+    """The Config of a stage or an experiment, a module, as these flags set it."""
+    return config.read(stage.Config, stage.__doc__, list(argv))
 
 
 @contextlib.contextmanager

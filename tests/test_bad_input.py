@@ -1,17 +1,17 @@
 """Bad input: one line that says where, what and how to fix it; never a silent number."""
 
-import argparse
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import FakeEnv, dump
 from test_bellman import node
 
 import bellman
-import train_qnet
 from qlass import UserError, files
+from qlass.pairs import read_pairs
 from qlass.published import Demonstration, by_task, cloned_from, demonstrations_for, learned_tasks, read
 from qlass.results import leaks
 from reporting.expected import read_ranges
@@ -40,7 +40,7 @@ LEAF = node(1, 0, 1.0, done=True, source="policy", q=0.5)
 READERS = {
     "expert.jsonl": lambda path: read(path, FakeEnv()),
     "trees.jsonl": lambda path: bellman.main(["--trees", str(path), "--run", str(path.parent / "run")]),
-    "q_labels.jsonl": lambda path: train_qnet.read(argparse.Namespace(labels=path, limit=None), None, None),
+    "q_labels.jsonl": lambda path: read_pairs(path, None),
     "results.jsonl": lambda path: list(lines_of(path)),
     "ranges.csv": read_ranges,
     "x.jsonl": lambda path: list(files.records_of(path)),
@@ -138,14 +138,13 @@ def test_tasks_that_were_learned_from_are_counted_or_not_known(tasks, recipe, kn
     """Never a silent 0; and a training that starts there has learned from them too."""
     records = [{"task_id": task, "tokens": {"generated": 1, "scored": 0}} for task in "137"]
     start = checkpoint(tmp_path / "sft", tasks, recipe)
-    shop = argparse.Namespace(subject=lambda task_id: task_id.replace("1", "2"))  # both are one product
-    args = argparse.Namespace(**WORLD, sft=start, qnet=tmp_path / "qnet")
-    assert leaks(shop, records, args) == {"demonstrations": known, "trees": 0}
+    shop = SimpleNamespace(subject=lambda task_id: task_id.replace("1", "2"), settings=WORLD)  # both are one product
+    assert leaks(shop, records, start, tmp_path / "qnet") == {"demonstrations": known, "trees": 0}
     warning = capsys.readouterr().err
     assert warning.count("\n") == (known != 0) and ("not known" in warning) == (known is None)
     own = None if known is None and "env" not in recipe else sorted({"7", *(tasks if known is not None else [])})
-    assert learned_tasks(["7"], start, args) == own and learned_tasks(["7", None], start, args) is None
-    assert learned_tasks(["7"], "meta-llama/Llama-2-7b-chat-hf", args) == ["7"]
+    assert learned_tasks(["7"], start, shop) == own and learned_tasks(["7", None], start, shop) is None
+    assert learned_tasks(["7"], "meta-llama/Llama-2-7b-chat-hf", shop) == ["7"]
 
 
 def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
@@ -159,6 +158,6 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
 
 
 def test_demonstrations_that_are_gone_are_told(tmp_path, capsys):
-    args = argparse.Namespace(no_expert=False, expert=None, sft=checkpoint(tmp_path / "sft", expert="expert.jsonl"))
-    assert demonstrations_for(None, ["7"], args) == {}
+    sft = checkpoint(tmp_path / "sft", expert="expert.jsonl")
+    assert demonstrations_for(None, ["7"], None, sft) == (None, {})
     assert "not at hand, so the environment's expert plays" in capsys.readouterr().err

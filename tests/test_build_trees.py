@@ -134,7 +134,7 @@ def test_texts_that_the_environment_takes_for_the_same_are_one_child(monkeypatch
     _, asked, root, env = grow({(): "LEFT left right left LEFT right"}, depth=0, expert=tau)
     assert [path for path, n in asked if n == NEW] == [()] * 2
     assert [parse_action(child.action) for child in root.children.values()] == ["LEFT", "right"]
-    assert root.children["left"].expert and env.played.count(("train0", "left")) == 1  # a known action costs no step
+    assert root.children["left"].expert and env.played.count(("train0", "left")) == 2  # by the agent once, and by tau_0
 
 
 def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_are_counted(monkeypatch, tmp_path):
@@ -228,7 +228,7 @@ def test_a_tree_in_lines():
 def build(tmp_path, agent, fake_world):
     def command(*more: str, out: str = "trees.jsonl") -> bytes:
         argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / out)]
-        build_trees.main([*argv, "--limit", "4", *more])
+        build_trees.main([*argv, "--tasks", "new", "--limit", "4", *more])
         return (tmp_path / out).read_bytes()
 
     return command

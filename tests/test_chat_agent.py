@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import FakeEnv, serving
 
-import report
+import reporting.__main__ as report
 from integrations import chat_agent
 from qlass import UserError
 from qlass.files import read_jsonl
@@ -40,7 +40,12 @@ class Fake:
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr("envs.from_arguments", lambda args, **options: World(**options))
+    def from_config(config, **options):
+        env = World(**options)
+        env.settings = {"env": config.env, "env_option": [], "env_files": {}}
+        return env
+
+    monkeypatch.setattr("envs.from_config", from_config)
     server = Fake()
     with serving(server.answer) as server.url:
         yield server

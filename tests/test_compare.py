@@ -7,8 +7,9 @@ from fakes import FakeEnv, Script, run, word_chat
 
 import envs
 from experiments import compare as stage
-from experiments.compare import Comparison, Oracle, Variant
+from experiments.compare import Oracle, Player
 from experiments.lookup import look_up
+from experiments.paraphrase import RULES
 from q_search import Method
 from qlass import UserError
 from qlass.batching import Sample, Score
@@ -31,25 +32,25 @@ def test_oracles_step_each_candidate(method, q, way, reward, scored):
             return script(request)
         return [q if parse_action(action) == "right" else 0.0 for action in request.actions]
 
-    record, _ = run(Comparison(word_chat()).play(env, "test0", method), answer)
+    record, _ = run(method.play(env, "test0", word_chat(), {}), answer)
     path = [parse_action(step["action"]) for step in record["steps"]]
     assert (path, record["reward"]) == (way.split(), reward)
     assert record["env_steps"] == len(env.played) == 3 * len(path)  # two looks and a step
     assert record["tokens"]["scored"] == scored and record["tokens"]["generated"] == 6 * len(path)
 
 
-def test_a_belief_is_the_mean_of_the_worlds_drawn():
-    class Believer(FakeEnv):
-        def imagine(self, *key):
-            other = self.fork()
-            other.world = {"left": 0.6 * (key[-1] < 2), "right": 0.0}
-            return other
+def test_a_belief_is_the_mean_of_the_worlds_drawn(monkeypatch):
+    def imagine(env, *key):
+        other = env.fork()
+        other.world = {"left": 0.6 * (key[-1] < 2), "right": 0.0}
+        return other
 
-    env, actions = Believer(), ["Action: left", "Action: right"]
+    monkeypatch.setattr(stage, "imagine", imagine)
+    env, actions = FakeEnv(), ["Action: left", "Action: right"]
     state = State.first(env, *env.reset(options={"task_id": "test0"}))
     belief = Oracle("oracle_belief", "truth", M=2, drawn=3, env=env)
     assert run(belief.scores(state, actions, ("test0", 0, 0)), None)[0] == pytest.approx([0.4, 0.0])
-    with pytest.raises(UserError, match="oracle_belief: fake draws no worlds"):
+    with pytest.raises(UserError, match="oracle_belief: fake draws no worlds that agree"):
         plan("--method", "oracle_belief")
 
 
@@ -70,7 +71,7 @@ def test_untried_candidates_come_first(turns, scores):
 
 
 def plan(*argv: str) -> list[Method]:
-    return stage.plan_of(FakeEnv(), stage.arguments(["--env", "frozenlake", *argv]))
+    return stage.plan_of(FakeEnv(), stage.settings_of(["--env", "frozenlake", *argv]))
 
 
 def test_all_is_the_comparison_of_all_methods(monkeypatch):
@@ -81,7 +82,7 @@ def test_all_is_the_comparison_of_all_methods(monkeypatch):
     assert {"expert", "greedy", "sample", "random", "likeliest", "oracle_step"} < {m.name for m in everything}
     assert list(map(str, plan("--method", "all", "qlass", "-M", "2"))) == list(map(str, plan("-M", "2")))  # each once
     monkeypatch.setattr(FakeEnv, "omniscient", True)  # its expert knows more than the pages
-    assert plan("--method", "expert", "oracle") == [Variant("oracle")]
+    assert plan("--method", "expert", "oracle") == [Player("oracle")]
 
 
 def test_every_method_leaves_a_line_for_each_task(search, capsys):
@@ -102,8 +103,11 @@ def test_every_method_leaves_a_line_for_each_task(search, capsys):
 
 def test_paraphrased_candidates(search, monkeypatch):
     asked = []
-    monkeypatch.setattr(FakeEnv, "paraphrase", lambda self, task, n: asked.append(n) or f"{'the ' * n}{task}")
-    assert {line["label"] for line in search("--method", "likeliest", "-M", "3", "--paraphrase")} == {"paraphrased"}
+    with pytest.raises(UserError, match="--paraphrase: there are no rules for fake"):
+        search("--method", "likeliest", "-M", "3", "--paraphrase", "0")
+    monkeypatch.setitem(RULES, "fake", lambda task, n: asked.append(n) or f"{'the ' * n}{task}")
+    lines = search("--method", "likeliest", "-M", "3", "--paraphrase", "0")
+    assert {line["label"] for line in lines} == {"paraphrased"}
     assert set(asked) == {0, 1, 2}  # each of the M under its own wording
 
 

@@ -1,6 +1,6 @@
 """Outputs, of one writer and one recipe, resumed wherever they were stopped; a run's environment and its inputs."""
 
-import argparse
+import dataclasses
 import errno
 import functools
 import json
@@ -23,29 +23,30 @@ import build_trees
 import envs
 import q_search
 import sft
-import train_qnet
 from environments import fingerprint
 from qlass import UserError, files, results, runs
+from qlass.config import Run, free, read, run_stage
 from qlass.files import parts_of, read_jsonl
-from qlass.flags import Parser, run_stage
 from qlass.published import cloned_from
-from qlass.runs import Output, input_of, need, outdated
+from qlass.runs import Output, find_or_make, input_of, outdated, recipe_of
 
 TASKS = ["t0", "t1", "t2", "t3"]
 
 
-def flags(*words: str) -> argparse.Namespace:
-    parser = Parser("A stage.")
-    for name in ("--out", "--sft", "--qnet"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--depth", type=int, default=3)
-    parser.free("--limit", type=int)
-    parser.free("--device")
-    return runs.parse(parser, list(words))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage(Run):
+    depth: int = 3
+    limit: int | None = free(None)
+    device: str | None = free(None)
 
 
-def begin(path: Path, *words: str, **inputs: Path) -> Output:
-    return Output(path, flags("--run", str(path.parent), *words), itemgetter("task_id"), **inputs)
+def flags(*words: str) -> Stage:
+    return read(Stage, "A stage.", words)
+
+
+def begin(path: Path, *words: str, **inputs: Path | None) -> Output:
+    config = flags("--run", str(path.parent), *words)
+    return Output(path, config, recipe_of(config.recipe(), inputs), inputs, itemgetter("task_id"))
 
 
 def group(task: str) -> list[dict]:
@@ -116,7 +117,7 @@ def test_another_recipe_is_refused_and_free_flags_may_differ(tmp_path):
     path, sft, qnet = (tmp_path / name for name in ("x.jsonl", "sft", "qnet"))
     sft.mkdir()
     (sft / "weights").write_text("1")
-    grow(path, sft=sft, qnet=qnet, stop=2)
+    grow(path, sft=sft, stop=2)
     qnet.write_text("which a method asks for now")
     (sft / "README.md").write_text("no change")
     sft = sft.rename(tmp_path / "moved")  # an input is known by its content
@@ -124,12 +125,12 @@ def test_another_recipe_is_refused_and_free_flags_may_differ(tmp_path):
     for words, inputs, says in (
         (["--depth", "4"], {}, "--depth 3, not 4: --overwrite starts again"),
         (["--env-option", "data=x"], {}, r"--env-option \[\], not \['data=x'\]"),
-        ([], {"qnet": tmp_path / "gone"}, "--qnet .*/gone, which has changed or is another"),
+        ([], {"qnet": tmp_path / "x.meta.json"}, "--qnet that has changed or is another"),
     ):
         with pytest.raises(UserError, match=rf"x\.jsonl was begun with {says}"):
             begin(path, *words, **{"sft": sft, "qnet": qnet} | inputs)
     (sft / "weights").write_text("2")
-    with pytest.raises(UserError, match=r"--sft .*/moved, which has changed"):
+    with pytest.raises(UserError, match="--sft that has changed"):
         begin(path, sft=sft, qnet=qnet)
 
 
@@ -158,7 +159,7 @@ def test_what_is_no_output_of_this_command_or_can_not_be_shared_is_refused(tmp_p
         with pytest.raises(UserError, match="several processes with --overwrite: delete it"):
             begin(tmp_path / "new", "--overwrite")
         with pytest.raises(UserError, match=r"missing or not complete: make it first, by one process.* --env webshop"):
-            need(None, tmp_path / "trees.jsonl", "build_trees", flags())
+            find_or_make(None, "build_trees", "trees.jsonl", flags("--run", str(tmp_path)))
         with pytest.raises(UserError, match="no share of 4 tasks"):
             begin(tmp_path / "new").todo(TASKS)
 
@@ -190,21 +191,22 @@ def test_a_file_or_a_checkpoint_is_replaced_as_a_whole_and_a_link_stays(link, tm
 
 def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "a b"
-    args, labels, calls = flags("--seed", "1", "--run", str(folder)), folder / "q_labels.jsonl", []
+    config, labels, calls = flags("--seed", "1", "--run", str(folder)), folder / "q_labels.jsonl", []
     monkeypatch.setattr("bellman.main", calls.append)
+    asked = "bellman", "q_labels.jsonl", config
     with pytest.raises(UserError, match="no such file"):
-        need(tmp_path / "named", labels, "bellman", args)
-    assert need(None, labels, "bellman", args) == labels
-    command = f"python bellman.py --env webshop --run '{folder}' --seed 1"  # to copy
+        find_or_make(tmp_path / "named", *asked)
+    assert find_or_make(None, *asked) == labels
+    command = f"python bellman.py --run '{folder}' --seed 1 --env webshop --preset tiny"  # to copy
     assert capsys.readouterr().out == f"{labels} is missing or not complete: making it with {command}\n"
-    assert calls == [["--env", "webshop", "--run", str(folder), "--seed", "1"]]
+    assert calls == [["--run", str(folder), "--seed", "1", "--env", "webshop", "--preset", "tiny"]]
     folder.mkdir()
-    assert need(None, labels, "bellman", args) and len(calls) == 2  # a call that was stopped
-    args.sft = tmp_path / "llama"
+    assert find_or_make(None, *asked) and len(calls) == 2  # a call that was stopped
+    other = q_search.Config(run=folder, sft=tmp_path / "llama")
     with pytest.raises(UserError, match=r"make it first, .*from the --sft that is meant"):
-        need(None, folder / "gone", "bellman", args)
+        find_or_make(None, "bellman", "gone", other)
     labels.write_text("{}\n")  # to be there is to be complete
-    assert need(None, labels, "bellman", args) and len(calls) == 2
+    assert find_or_make(None, *asked) and len(calls) == 2
 
 
 MISTAKES = [
@@ -237,74 +239,50 @@ def test_mistakes_end_in_one_line_and_code_2_and_bugs_in_a_traceback(tmp_path, m
 LAKE = ["--env", "frozenlake", "--env-option", "map=4x4"]
 
 
-def wrote(output: Path, *words: str, run: Path | None = None, opens: bool = True, **inputs: Path) -> Path:
+def wrote(output: Path, *words: str, opens: bool = True, **inputs: Path) -> Path:
     """What a stage does that writes this output into a run."""
-    args = flags("--run", str(run or output.parent), *words)
-    if opens:
-        envs.from_arguments(args)
-    runs.write_meta(output, args, runs.claim(output, args, inputs), inputs)
+    config = flags("--run", str(output.parent), *words)
+    settings = config.recipe() | (envs.from_config(config).settings if opens else {})
+    runs.write_meta(output, config, runs.claim(output, recipe_of(settings, inputs), config.overwrite), inputs)
     output.write_text(output.name)
     return output
 
 
-def test_a_run_keeps_its_environment(tmp_path, capsys):
-    run = ["--run", str(tmp_path)]
-    envs.from_arguments(flags(*run, "--env", "frozenlake", "--env-option", "map=8x8"))  # stopped at a mistake
+def test_a_run_keeps_the_environment_of_its_first_output(tmp_path):
+    envs.from_config(flags("--run", str(tmp_path), "--env", "frozenlake"))  # stopped at a mistake
     wrote(tmp_path / "labels.jsonl", opens=False)  # opened no environment: its default is not the run's
+    assert flags("--run", str(tmp_path)).env == "webshop"
     wrote(tmp_path / "expert.jsonl", *LAKE, "--seed", "4")
-    for words in (run, [*run, *LAKE]):
-        again = flags(*words)
-        assert (again.env, again.env_option, again.env_files, again.seed) == ("frozenlake", ["map=4x4"], {}, 4)
-    assert runs.handed_on(again) == [*run, "--seed", "4"]
-    for words in (["--env-option", "stray=0"], ["--env-option", "map=8x8"], ["--env", "webshop"]):
-        with pytest.raises(UserError, match=f"{tmp_path} is of --env frozenlake --env-option map=4x4, not of "):
-            flags(*run, *words)
-    assert q_search.arguments([*run, "--env-option", "stray=0"]).env_option == ["map=4x4", "stray=0"]  # a search may
-    assert q_search.arguments([*run, "--env", "webshop"]).env_option == []  # the lake's are not the shop's
-    warnings = capsys.readouterr().err.splitlines()
-    assert warnings[0].endswith("not of --env frozenlake --env-option map=4x4 --env-option stray=0")
+    again = flags("--run", str(tmp_path))
+    assert (again.env, again.env_option, again.seed) == ("frozenlake", ("map=4x4",), 4)
+    assert runs.handed_on(again) == ["--run", str(tmp_path), "--seed", "4", "--preset", "tiny"]
 
 
 def test_no_output_takes_the_place_of_a_folder_or_of_results_unasked(tmp_path):
     (tmp_path / "out" / "thesis").mkdir(parents=True)
-    for write in (lambda *args: runs.write_at_once(*args, [], {}), lambda *args: Output(*args, itemgetter("task_id"))):
+    config = flags("--run", str(tmp_path), "--overwrite")
+    for write in (runs.write_at_once, lambda path, *_: begin(path, "--overwrite")):
         with pytest.raises(UserError, match="out: a folder or a device, not a file to write"):
-            write(tmp_path / "out", flags("--run", str(tmp_path), "--overwrite"))
+            write(tmp_path / "out", config, [], {})
     assert (tmp_path / "out" / "thesis").exists()
-    shown = q_search.arguments(["--show"]), q_search.arguments(["--show", "--out", "results.jsonl"])
-    assert [args.overwrite for args in shown] == [True, False]
+    for argv, name, overwrite in (
+        (["--show"], "runs/webshop/shown.jsonl", True),
+        (["--show", "--out", "results.jsonl"], "results.jsonl", False),
+    ):
+        shown = q_search.settings_of(q_search.Config, "", argv)
+        assert (str(shown.out), shown.overwrite) == (name, overwrite)
     (tmp_path / "input").touch()
-    grow(tmp_path / "x.jsonl", stop=2)
+    grow(tmp_path / "x.jsonl", stop=2, expert=None)
     begin(tmp_path / "x.jsonl", qnet=tmp_path / "input").lock.close()  # the first methods needed none
-    with pytest.raises(UserError, match=r"begun with --expert .*input, which has changed or is another"):
+    with pytest.raises(UserError, match="begun with --expert that has changed or is another"):
         begin(tmp_path / "x.jsonl", expert=tmp_path / "input")
 
 
-STARTS = [("sft", build_trees), ("trees", bellman), ("labels", train_qnet), ("qnet", q_search)]
-
-
-@pytest.mark.parametrize(("name", "stage"), STARTS)
-def test_a_new_run_has_the_environment_of_what_it_starts_from(name, stage, tmp_path, capsys, monkeypatch):
-    """Also if that is not in its run's folder."""
-    monkeypatch.chdir(tmp_path)
-    source = wrote(tmp_path / "mine" / name, *LAKE, run=tmp_path / "lake")
-    args = stage.arguments([f"--{name}", str(source)])
-    assert (args.env, args.env_option, args.env_files) == ("frozenlake", ["map=4x4"], {})
-    assert args.run == Path("runs/frozenlake") and capsys.readouterr().err == ""
-    assert stage.arguments([f"--{name}", str(source), "--env", "webshop"]).env_option == []
-    assert f"{source} is of --env frozenlake --env-option map=4x4, not of --env webshop" in capsys.readouterr().err
-
-
-def test_the_flags_that_stages_share_are_handed_on(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_flags_that_stages_share_are_handed_on():
     lake = [*LAKE, "--env-option", "slippery=true", "--seed", "4", "--run", "a b", "--device", "cpu"]
     for words in (lake, ["--env-option", "seed=3", "--env-option", "data=shop"]):
         first = flags(*words)
-        assert vars(flags(*runs.handed_on(first))) | {"argv": 0} == vars(first) | {"argv": 0}
-    # What the environment of a new run reads is known after the stage that was made first.
-    args, trees = flags("--run", "new", *LAKE), tmp_path / "new" / "trees.jsonl"
-    monkeypatch.setattr(build_trees, "main", lambda argv: wrote(trees, *argv))
-    assert need(None, trees, "build_trees", args) == trees and args.env_files == {}
+        assert dataclasses.replace(flags(*runs.handed_on(first)), argv=first.argv) == first
 
 
 class Filed(FakeEnv):
@@ -372,18 +350,19 @@ def test_inputs_move_with_their_run_and_what_changed_later_is_told(tmp_path, cap
     for folder in (run.with_name("old"), run):
         assert cloned_from(folder / "sft") == (folder / "expert.jsonl", None) and not list(outdated(folder / "qnet"))
         assert input_of(folder / "trees.jsonl", "expert").samefile(mine)
-    args = flags("--run", str(run))
-    assert need(None, qnet, "train_qnet", args) == qnet and capsys.readouterr().err == ""
+    config = flags("--run", str(run))
+    capsys.readouterr()
+    assert find_or_make(None, "train_qnet", "qnet", config) == qnet and capsys.readouterr().err == ""
     agent.write_text("new")
     assert sorted(outdated(qnet)) == [(qnet, agent), (trees, agent)]
-    need(None, labels, "bellman", args)
+    find_or_make(None, "bellman", "q_labels.jsonl", config)
     warning = f"warning: {trees} was made from another {agent} than there is now: make it again\n"
     assert capsys.readouterr().err == warning
     wrote(agent, "--overwrite", expert=labels).write_text("newer")  # it was trained again on what it had made
     assert list(outdated(labels)) == [(trees, agent)]
 
 
-def test_a_module_or_a_folder_of_ones_own_that_hides_ours_is_named(tmp_path, monkeypatch, capsys):
+def test_a_folder_of_ones_own_that_hides_ours_is_named(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -391,21 +370,12 @@ def test_a_module_or_a_folder_of_ones_own_that_hides_ours_is_named(tmp_path, mon
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UserError, match=r"--env webshop: .*/data/__init__.py.*does a folder of yours hide one of ours"):
         envs.environment_class("webshop")
-    monkeypatch.setitem(sys.modules, "envs", type("Module", (), {"__file__": str(tmp_path / "envs.py")}))
-    with pytest.raises(SystemExit):
-        run_stage(lambda: None)
-    assert f"error: {tmp_path}/envs.py hides our module envs: rename it" in capsys.readouterr().err
 
 
-def test_a_second_input_of_another_environment_is_told_and_a_stopped_stage_goes_on_as_it_was_begun(
-    tmp_path, capsys, monkeypatch
-):
-    shop, lake = (wrote(tmp_path / env[-1] / "sft", *env) for env in (["--env", "webshop"], LAKE))
-    flags("--run", str(tmp_path / "new"), "--sft", str(shop), "--qnet", str(lake))
-    assert f"{lake} is of --env frozenlake --env-option map=4x4, not of --env webshop" in capsys.readouterr().err
-    trees, asked = lake.with_name("trees.jsonl"), []
+def test_a_stopped_stage_goes_on_as_it_was_begun(tmp_path, monkeypatch):
+    trees, asked = tmp_path / "trees.jsonl", []
     wrote(trees, *LAKE, "--depth", "2", "--limit", "1000", "--overwrite").unlink()
     monkeypatch.setattr(build_trees, "main", lambda argv: asked.extend(argv) or trees.touch())
-    need(None, trees, "build_trees", flags("--run", str(lake.parent)))
-    assert asked[-6:] == ["--depth", "2", "--limit", "1000", "--run", str(lake.parent)]
+    find_or_make(None, "build_trees", "trees.jsonl", flags("--run", str(tmp_path)))
+    assert asked[-6:] == ["--depth", "2", "--limit", "1000", "--run", str(tmp_path)]
     assert "--overwrite" not in asked

@@ -23,7 +23,7 @@ def test_stages_run_from_a_wheel(tmp_path):
     shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
     run("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site), "./source")
     assert {path.name for path in site.glob("*.py")} == {path.name for path in ROOT.glob("*.py")}
-    played = run("-m", "experiments.compare", "--env", "frozenlake", "--method", "expert", "random", "--limit", "2")
+    played = run("-m", "experiments.compare", "--env", "frozenlake", "--method", "expert", "rule", "--limit", "2")
     assert "expert: mean reward" in played and (tmp_path / "runs" / "frozenlake" / "results.jsonl").exists()
-    run("-m", "report", "--run", "runs/frozenlake")
+    run("-m", "reporting", "--run", "runs/frozenlake")
     run("-c", "import gymnasium; gymnasium.make('envs:qlass/FrozenLake-v0').reset()")

@@ -6,23 +6,26 @@ import contextlib
 import importlib
 import re
 import runpy
+import typing
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from qlass.config import flag
+
 ROOT = Path(__file__).parents[1]
-PROGRAMS = [
-    path for place in ("*.py", "experiments/**/*.py", "integrations/*.py", "data/*.py") for path in ROOT.glob(place)
-]
+PROGRAMS = [path for place in ("*.py", "experiments/**/*.py", "integrations/*.py") for path in ROOT.glob(place)]
+DATA = sorted(ROOT.glob("data/*.py"))  # which need no package, so they read their flags by argparse
 OTHERS = "qlass/**/*.py environments/**/*.py reporting/*.py docs/*.py Makefile README.md docs/*.md data/*.md"
 OTHERS += " reporting/page.html runs/*.sh runs/paper/* runs/reference_output/*.md"
 # Of other programs and of runs/*.sh; files of ETO and of a run.
 FLAGS = "abbrev always block-size check cov die-on-broken-pipe dirty dist dtype exclude fix"
-FLAGS += " gpu-memory-utilization hf-overrides host port line-length max-num-batched-tokens maxprocesses no-deps"
-FLAGS += " no-enable-chunked-prefill nproc-per-node num_processes seeds"
+FLAGS += " gpu-memory-utilization hf-overrides host port line-length local-dir logdir max-num-batched-tokens"
+FLAGS += " maxprocesses merge no-deps no-enable-chunked-prefill nproc-per-node num_processes seeds"
 ELSEWHERE = r"venv|pytest|.*_inst\.txt|.*(report|downstream|gpu_check)\.md|.*\.meta"
 
 
@@ -36,14 +39,27 @@ def flags() -> dict[str, set[str]]:
             for name in action.option_strings:
                 known.setdefault(name.strip("-"), set()).update(action.choices or ())
 
-    for path, *words in [*((p,) for p in PROGRAMS if p.name != "envs.py"), (ROOT / "experiments/qval", "search")]:
+    for path in DATA:
         with (
-            mock.patch("sys.argv", [path.name, *words, "--help"]),
+            mock.patch("sys.argv", [path.name, "--help"]),
             mock.patch("argparse.ArgumentParser.print_help", note),
-            contextlib.suppress(SystemExit, ModuleNotFoundError),
+            contextlib.suppress(SystemExit),
         ):
             runpy.run_path(str(path), run_name="__main__")
-    return known
+    for path in [*PROGRAMS, ROOT / "reporting/__main__.py", ROOT / "environments/check.py"]:
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            hints = typing.get_type_hints(module.Config) if hasattr(module, "Config") else {}
+            for name, hint in hints.items():
+                known.setdefault(flag(name).strip("-"), set()).update(choices_of(hint))
+    return known | {"help": set()}
+
+
+def choices_of(hint: Any) -> set:
+    """The values in a type: of tuple[Literal["q", "oracle"], ...] these two."""
+    if typing.get_origin(hint) is typing.Literal:
+        return set(typing.get_args(hint))
+    return set().union(*map(choices_of, typing.get_args(hint)))
 
 
 def words_of(path):
@@ -54,7 +70,10 @@ def words_of(path):
     return re.sub(r"<style>.*?</style>", "", text, flags=re.S)
 
 
-@pytest.mark.parametrize("path", [*PROGRAMS, *(path for place in OTHERS.split() for path in ROOT.glob(place))], ids=str)
+PAGES = [path for place in OTHERS.split() for path in ROOT.glob(place)]
+
+
+@pytest.mark.parametrize("path", [*PROGRAMS, *DATA, *PAGES], ids=str)
 def test_what_is_named_is_there(path):
     text = words_of(path)
     unknown = [name for name in re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text) if name not in flags()]

@@ -20,7 +20,9 @@ from qlass.runs import meta_of
 ROOT = Path(__file__).parents[1]
 STAGES = {"sft": "sft", "build_trees": "trees.jsonl", "bellman": "q_labels.jsonl", "train_qnet": "qnet",
           "q_search": "results.jsonl"}  # fmt: skip
-LAKE = ["--env", "frozenlake", "--env-option", "map=4x4"]
+# Named as one's own environment, it has the preset of one, which takes seconds.
+OWN = "environments.frozenlake.env:FrozenLakeEnv"
+LAKE = ["--env", OWN, "--env-option", "map=4x4"]
 
 
 def script(stage: str, *argv: str, cwd: Path = ROOT, root: Path = ROOT) -> subprocess.CompletedProcess:
@@ -41,16 +43,16 @@ def lake(tmp_path_factory) -> Path:
         done = script(stage, *LAKE, cwd=folder)
         assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
         assert "missing" not in done.stdout  # each finds what the one before it left
-    return folder / "runs" / "frozenlake"
+    return folder / "runs" / "frozenlakeenv"
 
 
 def test_each_stage_leaves_its_file_and_how_it_came_about_and_the_next_one_means_the_same(lake):
     for name in STAGES.values():
         assert (lake / name).exists()
         meta = meta_of(lake / name)
-        assert meta["recipe"]["env"] == "frozenlake" and meta["versions"]["torch"]
+        assert meta["recipe"]["env"] == OWN and meta["versions"]["torch"]
         assert meta["inputs"] and all(len(meta["recipe"][name]) == 64 for name in meta["inputs"])
-    world = {"environment": "frozenlake", "version": "0", "options": ["map=4x4"], "data": {}, "max_steps": 40}
+    world = {"environment": OWN, "version": "0", "options": ["map=4x4"], "data": {}, "max_steps": 40}
     agent = {"temperature": 1.0, "tokens": "nominal"}
     assert meta["protocol"] == world | {"measure": "reward, 0 to 1; success is 1"} | agent
     demonstrations = {r["task_id"]: r for r in read_jsonl(lake / "expert.jsonl")}
@@ -63,11 +65,11 @@ def test_each_stage_leaves_its_file_and_how_it_came_about_and_the_next_one_means
 
 def test_what_is_missing_is_made_and_is_the_same(lake, tmp_path, capsys):
     """From the agent alone, search makes the trees, their labels and QNet, as the scripts did."""
-    again = tmp_path / "runs" / "frozenlake"
+    again = tmp_path / "runs" / "frozenlakeenv"
     shutil.copytree(lake / "sft", again / "sft")
     q_search.main(LAKE)
     announced = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "missing" in line]
-    missing = [f"runs/frozenlake/{name}" for name in ("qnet", "q_labels.jsonl", "trees.jsonl")]
+    missing = [f"runs/frozenlakeenv/{name}" for name in ("qnet", "q_labels.jsonl", "trees.jsonl")]
     assert announced == [f"{path} is missing or not complete" for path in missing]
     for name in ("trees.jsonl", "q_labels.jsonl"):
         assert (again / name).read_bytes() == (lake / name).read_bytes()
@@ -114,6 +116,25 @@ def test_killed_stages_complete_the_same_files(tmp_path, monkeypatch):
     assert {path.name for path in killed.glob("run/[!.]*")} == {path.name for path in whole.glob("run/[!.]*")}
 
 
+PLAIN = {
+    "sft": ["--epochs", "2", "--n-expert", "4"],
+    "build_trees": ["--plain", "--rollouts", "3", "--limit", "2", "--depth", "2"],
+    "bellman": [],
+    "train_qnet": ["--plain", "--epochs", "1", "--batch", "8"],
+    "q_search": ["--plain", "--method", "greedy", "qlass", "--limit", "2", "--max-steps", "8"],
+}
+
+
+def test_plain_needs_nothing_of_the_fast_engine(tmp_path):
+    """All stages, in a copy of the project without it."""
+    leave_out = shutil.ignore_patterns("fast", "__pycache__", ".*", "runs", "docs", "generated", "tests")
+    copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=leave_out)
+    for stage, flags in PLAIN.items():
+        done = script(stage, "--env", "frozenlake", "--env-option", "map=4x4", *flags, cwd=copy, root=copy)
+        assert done.returncode == 0 and "missing" not in done.stdout, done.stderr
+    assert len(lines(copy / "runs" / "frozenlake" / "results.jsonl")) == 4
+
+
 @pytest.mark.parametrize("cloned", [True, pytest.param(False, marks=pytest.mark.slow)])  # to clone an agent: minutes
 def test_the_first_command_works_in_a_fresh_clone(cloned, agent, tmp_path):
     tracked = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=ROOT)
@@ -125,7 +146,7 @@ def test_the_first_command_works_in_a_fresh_clone(cloned, agent, tmp_path):
     run = tmp_path / "runs" / "webshop"
     if cloned:
         shutil.copytree(agent, run / "sft")
-    flags = ["--env", "webshop", "--depth", "3", "--limit", "2", "--rollouts", "2"]
+    flags = ["--env", "webshop", "--depth", "3", "--tasks", "new", "--limit", "2", "--rollouts", "2"]
     done = script("build_trees", *flags, cwd=tmp_path, root=tmp_path)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert ("runs/webshop/sft is missing" in done.stdout) != cloned

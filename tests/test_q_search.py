@@ -8,11 +8,11 @@ import pytest
 from fakes import FakeEnv, Script, path_of, run, say, true_q, word_chat
 
 import q_search
-from q_search import Method, Player
+from q_search import Method
 from qlass import UserError
 from qlass.batching import Sample, Score
 from qlass.messages import parse_action
-from qlass.show import bar
+from reporting.show import bar
 
 CHAT, stage = word_chat(), q_search
 GREEDY = Method("greedy", temperature=0.0)
@@ -24,10 +24,10 @@ def never(request):
     raise AssertionError(f"no {type(request).__name__} was to be asked")
 
 
-def play(task: str, method: Method, draw, q=never, env: FakeEnv | None = None, player=None) -> tuple[dict, list]:
+def play(task: str, method: Method, draw, q=never, env: FakeEnv | None = None, played=None) -> tuple[dict, list]:
     """The record, and all requests."""
-    player = player or Player(CHAT)
-    return run(player.play(env or FakeEnv(), task, method), lambda r: (draw if isinstance(r, Sample) else q)(r))
+    playing = method.play(env or FakeEnv(), task, CHAT, {} if played is None else played)
+    return run(playing, lambda r: (draw if isinstance(r, Sample) else q)(r))
 
 
 def episode(method: Method, script=BOTH, q=never, env: FakeEnv | None = None):
@@ -113,10 +113,10 @@ def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone():
 
 def test_what_was_sampled_for_one_method_serves_the_next():
     """The first trajectories of best-of-3 are best-of-2's; nothing is shared with a search."""
-    shared = Player(CHAT)
+    shared = {}
 
-    def played(method, player):
-        record, asked = play("test0", method, THREE, true_q, player=player)
+    def played(method, episodes):
+        record, asked = play("test0", method, THREE, true_q, played=episodes)
         return record, {r.key[1] for r in asked if isinstance(r, Sample)}
 
     for method in (Method("sample"), Method("best_of_n", N=3, select="q"), Method("best_of_n", N=2, select="oracle")):
@@ -213,5 +213,5 @@ def test_a_retrained_qnet_does_not_go_on_with_the_old_ones_lines(search, tmp_pat
     copy = shutil.copytree(value_net, tmp_path / "qnet")
     assert {line["method"] for line in search("--qnet", str(copy))} == {"greedy", "qlass"}
     (copy / "head.safetensors").write_bytes((copy / "head.safetensors").read_bytes()[:-1] + b"?")
-    with pytest.raises(UserError, match="qnet, which has changed"):
+    with pytest.raises(UserError, match="--qnet that has changed"):
         search("--qnet", str(copy))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fakes import dump
 
-import report
+import reporting.__main__ as report
 from experiments.frontier import frontier, training_tokens
 from qlass import UserError
 from qlass.files import read_jsonl
@@ -139,7 +139,8 @@ def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_refused
 
 def test_a_user_without_a_home_gets_a_report(tmp_path):
     write(tmp_path / "results.jsonl", [RESULT])
-    homeless = f"import sys; sys.modules['pwd'] = None; import report; report.main(['--run', {str(tmp_path)!r}])"
+    homeless = "import sys; sys.modules['pwd'] = None; import reporting.__main__ as report; "
+    homeless += f"report.main(['--run', {str(tmp_path)!r}])"
     subprocess.run([sys.executable, "-c", homeless], cwd=HERE.parent, env={}, check=True)
     assert (tmp_path / "report.html").exists()
 

@@ -1,25 +1,31 @@
 """Every command of the scripts in runs/ and of the pages has flags that its stage knows."""
 
+import dataclasses
 import functools
 import importlib
 import itertools
+import json
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from string import Template
 from types import SimpleNamespace
 
 import pytest
+from tyro import MISSING
 
-import bellman
-import q_search
+import envs
+from experiments import compare
+from q_search import methods_of
+from qlass import config
+from qlass.chat import Rendering
 from qlass.results import protocol
 
 ROOT = Path(__file__).parents[1]
 SOURCED = {"common.sh", "table5.sh"}  # by the others
+ARGUMENTS = {"runs/equal_data.sh": ["100"]}  # of scripts that do nothing without
 SCRIPTS = sorted(path for path in (ROOT / "runs").rglob("*.sh") if path.name not in SOURCED)
 COMMANDS = "bash basename cat date dirname env grep head ls mkdir nproc printf rm sed seq sort tail tee uname wc"
 
@@ -39,7 +45,7 @@ def stage(tmp_path_factory):
             (bin_ / name).symlink_to(path)
     # Behind each argument a unit separator, behind each command a record separator.
     note = """{ printf '%s\\037' "$@"; printf '\\036'; } >> "$LOG"\n"""
-    launched = "shift 3\n" + note
+    launched = "shift 2\n" + note
     for name, text in {"python": note, "python3": note, "torchrun": launched, "cp": "", "mv": ""}.items():
         (bin_ / name).write_text(f"#!/bin/sh\n{text}")
         (bin_ / name).chmod(0o755)
@@ -57,37 +63,38 @@ def stage(tmp_path_factory):
     return run
 
 
-@pytest.fixture(autouse=True)
-def targets(monkeypatch):
-    """Those of experiments/qval/targets.py stay in this test."""
-    monkeypatch.setattr("bellman.TARGETS", bellman.TARGETS.copy())
-
-
-@functools.cache
 def parsed(*command):
-    """The arguments as the stage of a command reads them."""
+    """The settings as the module of a command reads them; a run has begun behind its first stage."""
     name, *flags = command
     module = importlib.import_module(name.removesuffix(".py"))
-    if hasattr(module, "__path__"):  # python -m PACKAGE, or python -m PACKAGE COMMAND
-        command_of = flags[:1] == ["search"]
-        module = importlib.import_module(f"{name}.{'search' if command_of else '__main__'}")
-        flags = flags[command_of:]
-    try:
-        return sys.modules[module.main.__module__].arguments(flags)
-    except SystemExit:
-        pytest.fail(f"python {' '.join(command)}: {name} does not know these flags")
+    if hasattr(module, "__path__"):  # python -m PACKAGE, or python -m PACKAGE search
+        searches = flags[:1] == ["search"]
+        module = importlib.import_module(f"{name}.{'search' if searches else '__main__'}")
+        flags = flags[searches:]
+    if not issubclass(module.Config, config.Run):
+        required = any(field.default is dataclasses.MISSING for field in dataclasses.fields(module.Config))
+        return config.parse(module.Config, flags, MISSING if required else None)
+    read = config.read(module.Config, module.__doc__, flags)
+    if read.stage == "sft" and not (read.run / "run.json").exists():
+        read.run.mkdir(parents=True, exist_ok=True)
+        shared = {name: getattr(read, name) for name in ("env", "env_option", "seed", "preset")}
+        (read.run / "run.json").write_text(json.dumps(shared))
+    return read
 
 
 def stages(commands):
-    """What each stage was asked for: {file: [arguments]}."""
-    return {name: [parsed(*c) for c in commands if c[0] == name] for name, *_ in commands}
+    """What each stage was asked for: {file: [settings]}."""
+    asked = {name: [] for name, *_ in commands}
+    for name, *flags in commands:
+        asked[name].append(parsed(name, *flags))
+    return asked
 
 
 @pytest.mark.parametrize("script", [str(path.relative_to(ROOT)) for path in SCRIPTS])
-def test_every_flag_exists(stage, script, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_every_flag_exists(stage, script):
     Path("model.gguf").touch()
-    commands = [command for command in stage(script, MODEL="model.gguf") if command and command[0] not in ("-", "-c")]
+    asked = stage(script, *ARGUMENTS.get(script, []), MODEL="model.gguf")
+    commands = [command for command in asked if command and command[0] not in ("-", "-c")]
     assert commands, f"{script} runs no stage"
     for command in commands:
         parsed(*command)
@@ -97,16 +104,19 @@ def test_every_flag_exists(stage, script, tmp_path, monkeypatch):
     ("script", "depth", "tree_steps"), [("webshop", 3, 5), ("sciworld", 6, 18), ("alfworld", 8, 18)]
 )
 def test_hyperparameters_of_table_5(stage, script, depth, tree_steps):
-    large = {"TRAIN": "torchrun --nproc-per-node 8 --", "FITS": "--gradient-checkpointing"}
+    large = {"TRAIN": "torchrun --nproc-per-node 8", "FITS": "--gradient-checkpointing"}
     calls = stages(stage(f"runs/paper/{script}.sh", ETO="/eto", **large))
     (sft,), (trees,), (bellman,), (qnet,) = (calls[f"{s}.py"] for s in ("sft", "build_trees", "bellman", "train_qnet"))
     assert (sft.model, sft.epochs, sft.lr, sft.batch) == ("meta-llama/Llama-2-7b-chat-hf", 3, 1e-5, 64)
     assert (sft.max_tokens, str(sft.expert), sft.lora) == (4096, f"/eto/{script}_sft.json", None)
-    assert (trees.depth, trees.width, trees.temperature, trees.steps, trees.limit) == (depth, 3, 0.7, tree_steps, 0)
+    assert (trees.depth, trees.width, trees.steps, trees.limit, trees.tasks) == (depth, 3, None, 0, "cloned")
+    assert envs.environment_class(script).tree_steps == tree_steps
     assert (bellman.gamma, bellman.target) == (0.9, "q")
-    assert (qnet.epochs, qnet.lr, qnet.batch, qnet.loss_on, qnet.freeze) == (2, 1e-5, 64, "all", False)
+    assert (qnet.epochs, qnet.lr, qnet.batch, qnet.loss_on, qnet.rank_weight) == (2, 1e-5, 64, "all", 0)
+    assert not (qnet.freeze or qnet.lora) and qnet.max_tokens == 4096
     searches = calls["q_search.py"]
-    assert {s.run for s in [sft, trees, bellman, qnet, *searches, *calls["report.py"]]} == {sft.run}
+    assert {s.temperature for s in [trees, *searches]} == {None} and Rendering().temperature == 0.7
+    assert {s.run for s in [sft, trees, bellman, qnet, *searches, *calls["reporting"]]} == {sft.run}
     assert {s.truncate for s in [trees, qnet, *searches]} == {None if script == "webshop" else "oldest"}
 
 
@@ -120,34 +130,41 @@ def test_hyperparameters_of_table_5(stage, script, depth, tree_steps):
     ],
 )
 def test_protocols_of_the_paper(stage, script, options, data, limits, M, N):
-    calls = stages(stage(f"runs/paper/{script}.sh", ETO="/eto", WEBSHOP="/shop", ALFWORLD_DATA="/games"))
+    places = {"ETO": "/eto", "WEBSHOP": "/shop", "ALFWORLD_DATA": "/games"}
+    for command in stage("runs/paper/webshop.sh", **places)[:1] if script == "fig4" else ():
+        parsed(*command)  # the run that it goes on with
+    calls = stages(stage(f"runs/paper/{script}.sh", **places))
+    plans = [map(str, methods_of(name, search)) for search in calls["q_search.py"] for name in search.method]
     searches = [*calls["q_search.py"], *calls.get("experiments.compare", [])]
+    for search in calls.get("experiments.compare", []):
+        plans.append(map(str, compare.plan_of(None, search)))
     best_of_n = {f"best_of_n N={n} select={by}" for n in N for by in ("oracle", "q")}
-    plans = [map(str, q_search.methods(search)[name]) for search in searches for name in search.method]
     assert {*itertools.chain(*plans)} == {"greedy", *(f"qlass M={m}" for m in M), *best_of_n}
-    assert {search.split: search.max_steps for search in searches} == limits
     told = {"version": "0", "options": options, "data": dict.fromkeys(data, "content")}
     told |= {"measure": "reward, 0 to 1; success is 1", "temperature": 0.7, "tokens": "real"}
     for search in searches:
         named = dict(option.split("=") for option in search.env_option)
-        search.sft, search.env_files = Path("-"), {name: "content" for name in named if named[name][0] == "/"}
-        world = SimpleNamespace(version="0", max_steps=search.max_steps)
-        assert protocol(search, world) == told | {"environment": search.env, "max_steps": search.max_steps}
+        files = {name: "content" for name in named if named[name][0] == "/"}
+        steps = search.max_steps or envs.environment_class(search.env).max_steps
+        settings = {"env_option": search.env_option, "env_files": files}
+        world = SimpleNamespace(version="0", max_steps=steps, settings=settings)
+        own = {"environment": search.env, "max_steps": limits[search.split]}
+        assert protocol(search, world, Path("-")) == told | own
         assert (search.seed, search.limit, search.skip) == (0, 0, 0)
+    assert {search.split for search in searches} == limits.keys()
 
 
 def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):
     calls = stages(stage("runs/reproduce.sh", "--seeds", "2"))
     folders = [Path("runs/webshop"), Path("runs/webshop-seed1")]
     assert {(s.run, s.seed) for s in calls["experiments.compare"]} >= set(zip(folders, (0, 1), strict=True))
-    runs = [s for name, several in calls.items() for s in several if name != "report.py"]
+    runs = [s for name, several in calls.items() for s in several if name != "reporting"]
     assert all(str(s.run).startswith(str(folders[s.seed])) for s in runs)
-    assert [Path(run) for run in calls["report.py"][-1].results] == folders
+    assert [Path(run) for run in calls["reporting"][-1].results] == folders
 
 
 @pytest.mark.parametrize("page", ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))])
-def test_stages_know_the_flags_that_pages_name(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_stages_know_the_flags_that_pages_name(page):
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
     variables = dict(re.findall(r'^    (\w+)="(.*)"$', text, re.M))
     for line in re.findall(r"^ *(?:\w+=\S+ )*python ((?:-m experiments\.|\w+\.py).*)$", text, re.M):

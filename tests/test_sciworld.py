@@ -1,6 +1,4 @@
-import copy
 import json
-import pickle
 import random
 
 import pytest
@@ -8,10 +6,8 @@ import pytest
 pytest.importorskip("scienceworld")
 
 import envs
-from environments.sciworld import expert as sciworld_expert
 from environments.sciworld import simulator as sciworld
 from environments.sciworld import tasks
-from environments.sciworld.expert import inventory_after
 
 BOIL = "Your task is to boil water. For compounds without a boiling point, combusting the substance is also acceptable."
 
@@ -90,19 +86,6 @@ def test_the_expert_is_paid_in_full_and_only_at_the_end(env, task):
     assert all(thought for thought, *_ in turns)
     assert [turn[2:4] for turn in turns] == [(0, False)] * (len(turns) - 1) + [(1.0, True)]
     assert turns[-1][5]["won"] and len(turns) <= 18
-
-
-def test_shortening_keeps_what_is_done():
-    gold = ["open door to hallway", "go to hallway", "look around", "open door to kitchen", "go to kitchen"]
-    measured = ["examine pot", "use thermometer on pot"]
-    gold += ["pick up pot", "pour pot in pot", *measured * 7, "close door to hallway"]
-    arrival = ["teleport to kitchen", "look around", "pick up pot"]
-    assert sciworld_expert.shorten(gold, straight=True, wait=True) == [
-        *arrival, *measured, "wait", "wait", *measured, "close door to hallway",
-    ]  # fmt: skip
-    assert sciworld_expert.shorten(gold, straight=False, wait=False) == [
-        "teleport to hallway", "look around", *arrival, *measured * 7, "close door to hallway",
-    ]  # fmt: skip
 
 
 def test_the_reward_is_the_best_score_so_far_also_when_the_task_is_spoilt_or_time_is_up(env):
@@ -192,21 +175,3 @@ def test_capitals_and_blanks_are_nothing_to_the_simulator(env):
         same = [action, action.title(), f" {action.replace(' ', '  ')}"]
         assert {env.canonical(text) for text in same} == {action}
         assert len({play(env, "train/boil/0", [text])[0] for text in same}) == 1
-
-
-def test_a_copy_of_the_lazy_info_is_complete():
-    asked = []
-    for how in (dict, copy.copy, lambda info: json.loads(json.dumps(info)), lambda i: pickle.loads(pickle.dumps(i))):
-        info = sciworld.Lazy({"score": 0.5}, valid_actions=lambda: asked.append(1) or ["wait"])
-        asked.clear()
-        assert info["score"] == 0.5 and not asked  # they cost: only when they are wanted
-        assert how(info)["valid_actions"] == ["wait"] == info["valid_actions"]
-
-
-def test_candidates_know_of_what_is_held_by_what_was_read_alone():
-    held = inventory_after((), "You move the thermometer to the inventory.")
-    assert inventory_after(held, "This room is called the kitchen.") == held == ("thermometer",)
-    assert inventory_after(held, "You move the thermometer to the kitchen.") == ()
-    seen = "In your inventory, you see:\n\tan orange\n\ta thermometer, currently reading 10 degrees"
-    listed = inventory_after(held, seen)
-    assert len(listed) == 2 and inventory_after(listed, "You move the thermometer to the sink.") == ("an orange",)

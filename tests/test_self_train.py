@@ -4,10 +4,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from fakes import FakeEnv, Script, dump, run, word_chat
+from fakes import FakeEnv, Script, dump, run, settings_of, word_chat
 from test_bellman import node
 
-import envs
 import sft
 from experiments import self_train
 from experiments.self_train import best_branch, kept
@@ -57,7 +56,7 @@ def test_trajectories_are_whole_chats_with_their_reward():
 
 
 @pytest.fixture
-def stage(tmp_path, monkeypatch):
+def stage(tmp_path, fake_world, monkeypatch):
     """A run folder with an SFT checkpoint of two demonstrations, models by script; it returns what sft.main got."""
     policy, messages = Script({}, "right left"), State((("user", "walk"), ("assistant", "OK"))).dump()
 
@@ -68,8 +67,8 @@ def stage(tmp_path, monkeypatch):
     def score(requests):
         return [[float("right" in action) for action in r.actions] for r in requests]
 
-    def load(path, args, *more):
-        start.loaded.append((path, args.seed))
+    def load(path, config, env=None):
+        start.loaded.append((path, config.seed))
         return SimpleNamespace(chat=word_chat(), sample=sample, score=score)
 
     def start(*argv):
@@ -81,14 +80,13 @@ def stage(tmp_path, monkeypatch):
     (tmp_path / "expert.jsonl").write_text(dump(expert))
     for name in ("sft", "qnet"):
         (tmp_path / name).mkdir()
-    recipe = {"model": "tiny", "n_expert": 2, "epochs": 7, "batch": 3, "precision": "float32"}
+    recipe = {"model": "tiny", "n_expert": 2, "epochs": 0, "precision": "float32"}
     argv = ["--lr", "0.5", "--patience", "5", "--max-tokens", "99", "--micro-tokens", "11", "--overwrite"]
-    meta = {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}, "argv": argv}
+    meta = {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}, "argv": argv, "epochs": 7, "batch": 3}
     (tmp_path / "sft.meta.json").write_text(json.dumps(meta))
-    monkeypatch.setattr(envs, "from_arguments", lambda args: FakeEnv())
-    monkeypatch.setattr(self_train, "load_agent", lambda args, env: load(args.sft, args))
+    monkeypatch.setattr(self_train, "load_agent", load)
     monkeypatch.setattr(self_train, "load_qnet", load)
-    monkeypatch.setattr(sft, "main", lambda argv: start.calls.append(sft.arguments(argv)))
+    monkeypatch.setattr(sft, "main", lambda argv: start.calls.append(settings_of(sft, *argv)))
     return start
 
 

@@ -11,19 +11,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fakes import save_agent, serving, tiny_backbone, tiny_lm, word_chat
+from fakes import save_agent, serving, settings_of, tiny_backbone, tiny_lm, word_chat
 
 import q_search
 from qlass import UserError
 from qlass.agent import load_agent
 from qlass.batching import LogProb, Sample, Score
-from qlass.fast.score import ServedQNet
 from qlass.files import read_jsonl
 from qlass.messages import State
 from qlass.models import save_checkpoint
 from qlass.policy import Policy
 from qlass.runs import meta_of
-from qlass.server import ALL, TRIES, Server, ServerPolicy
+from qlass.served_qnet import ServedQNet
+from qlass.server import ALL, TRIES, ChatPolicy, Server, ServerPolicy
 from train_qnet import QNet
 
 CHAT = word_chat(temperature=0.8)
@@ -193,6 +193,31 @@ def test_a_reply_that_is_good(fake, reply):
     assert texts(policy, request()) == ["Action: a"] and texts(policy, request()) == [""]  # the end of the turn at once
 
 
+def test_a_chat_model_answers_what_a_policy_does(fake):
+    policy = ChatPolicy(fake.url, "--judge", 7, seed=3)
+    fake.script += [said({"content": text}) for text in "abc"]
+    drawn = policy.sample([request(2), request(1, ("u", 0), 0.0)])
+    assert [len(texts) for texts in drawn] == [2, 1] and sorted(c.text for texts in drawn for c in texts) == [
+        "a",
+        "b",
+        "c",
+    ]
+    bodies = fake.sampled()
+    assert [body["messages"] for body in bodies] == [STATE.dump()] * 3 and {body["max_tokens"] for body in bodies} == {
+        7
+    }
+    assert len({body["seed"] for body in bodies}) == 3 and sum(body["temperature"] for body in bodies) == 1.6
+    tokens = [
+        {"token": token, "logprob": logp} for token, logp in ((" B", -1.0), ("x", -1.5), ("A", -2.0), ("B", -9.0))
+    ]
+    fake.script += [said({"content": "B"}), said({"content": "B"})]
+    fake.script[0]["choices"][0]["logprobs"] = {"content": [{"top_logprobs": tokens}]}
+    letters = Sample(STATE, 1, (), 1.0, ("A", "B", "C"))
+    assert policy.valid_logprobs([letters])[0].tolist() == [-2.0, -1.0, -math.inf]
+    with pytest.raises(UserError, match="tells no log-probabilities"):
+        policy.valid_logprobs([letters])
+
+
 def test_which_model_is_meant(fake):
     several = [{"id": "base"}, {"id": "adapter"}]
     for models, says in ((["first"], "answers"), ([], "serves no model"), (several, "serves base, adapter: name one")):
@@ -260,13 +285,19 @@ def test_a_search_by_a_served_qnet_is_the_local_one_and_its_recipe_names_the_mod
     fake.script += [told] * 99
 
     def search(qnet: object, out: str) -> list[dict]:
-        q_search.main(["--run", str(tmp_path), "--qnet", str(qnet), "--limit", "3", "--out", str(tmp_path / out)])
+        flags = ["--skip", "0", "--limit", "3", "--qnet"]
+        argv = ["--run", str(tmp_path), "--out", str(tmp_path / out), *flags, str(qnet)]
+        q_search.main(argv)
         return [{**line, "seconds": 0} for line in read_jsonl(tmp_path / out)]
 
     assert search(fake.url, "served.jsonl") == search(tmp_path / "qnet", "local.jsonl") and fake.seen
     assert meta_of(tmp_path / "served.jsonl")["recipe"]["qnet_model"] == "first"
-    for other, out in ((f"{fake.url}#second", "served.jsonl"), (fake.url, "local.jsonl")):  # other weights wrote it
-        with pytest.raises(UserError, match="--qnet-model"):
+    for other, out in (
+        (f"{fake.url}#second", "served.jsonl"),  # other weights wrote it
+        (tmp_path / "qnet", "served.jsonl"),
+        (fake.url, "local.jsonl"),
+    ):
+        with pytest.raises(UserError, match="begun with --qnet"):
             search(other, out)
 
 
@@ -281,10 +312,10 @@ def test_nobody_there_and_what_is_asked_of_no_server(capsys):
 def test_flags_change_what_the_checkpoint_says(tmp_path, fake):
     save_checkpoint(tiny_lm(CHAT), CHAT, tmp_path)
     flags = f"--sft {tmp_path} --max-new-tokens 5 --top-p .5 --top-k 3 --stop Observation: --truncate oldest"
-    r = load_agent(q_search.arguments(flags.split())).chat.rendering
+    r = load_agent(tmp_path, settings_of(q_search, *flags.split())).chat.rendering
     assert (r.max_new_tokens, r.top_p, r.top_k, r.stop, r.truncate) == (5, 0.5, 3, ("Observation:",), "oldest")
     flags = ["--sft", str(tmp_path), "--server", f"{fake.url}#second", "--top-k", "3"]
-    there = load_agent(q_search.arguments(flags))
+    there = load_agent(tmp_path, settings_of(q_search, *flags))
     assert (there.server.model, there.chat.rendering.top_k, there.chat.context) == ("second", 3, 4096)
     flags += ["--env", "frozenlake", "--run", str(tmp_path / "run"), "--limit", "1", "--method", "likeliest"]
     with pytest.raises(UserError, match="tells no log-probabilities: no --method likeliest"):

@@ -1,21 +1,22 @@
 """Stage 1: what counts in the loss, the learning rate, what expert files may look like, and that training trains."""
 
-import argparse
 import json
 import math
 import shutil
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, tiny_lm, training_settings, word_chat
+from fakes import FakeEnv, settings_of, tiny_lm, word_chat
 
 import sft
 from qlass import UserError
 from qlass.agent import begin_as_cloned, load_policy
-from qlass.chat import Chat, Rendering
+from qlass.chat import Rendering
+from qlass.config import Run
 from qlass.files import read_jsonl
 from qlass.messages import State
 from qlass.policy import Policy
@@ -30,45 +31,43 @@ STATE = State(
 )  # fmt: skip
 
 
-def example(chat: Chat, state: State, limit: int = 100, answer=(), weight: float = 0.0) -> sft.Example:
-    return sft.example_of(chat, state, limit, list(answer), weight)
+TEXT = (
+    "<user> walk <agent> OK <end> <user> you stand <agent> Thought: hm Action: left <end> "
+    "<user> Observation: nothing happens <agent> Action: right <end>"
+)
+ITS_OWN = [3, 4, *range(9, 14), *range(19, 22)]  # the agent's, in which each turn has its end
 
 
-@pytest.mark.parametrize("w", [0.0, 0.5])
-def test_the_targets_by_hand(w):
-    """Each of the agent's words follows the word before it; with a weight an answer follows the action's last."""
-    words = "<user> walk <agent> OK <end> <user> you stand <agent> Thought: hm Action: left <end> " + (
-        "<user> Observation: nothing happens <agent> Action: right <end>"
-    )
-    whole = example(CHAT, STATE, 100, [7], w)
-    assert CHAT.tokenizer.convert_ids_to_tokens(whole.ids[:-1]) == words.split()
-    own = {i: (i - 1, whole.ids[i], 1.0) for i in (3, 4, *range(9, 14), *range(19, 22))}
-    answered = [(13, whole.ids[i], w) for i in range(14, 19)] + [(21, 7, w)]
-    assert sorted(whole.targets) == sorted([*own.values(), *(answered if w else [])])
-    assert whole.weight == 10 + 6 * w
+def test_the_targets_are_the_agents_words():
+    whole = sft.example_of(CHAT, STATE, 100)
+    assert CHAT.tokenizer.convert_ids_to_tokens(whole.ids) == TEXT.split()
+    assert whole.labels == [token if i in ITS_OWN else sft.NO_TARGET for i, token in enumerate(whole.ids)]
+    assert (len(whole), whole.targets) == (22, 10)
     (short,) = sft.examples_of(CHAT, shown(STATE), 9)
-    assert (short.ids, short.targets) == (whole.ids[:9], [own[3], own[4]])
+    assert (short.ids, short.labels, short.targets) == (whole.ids[:9], whole.labels[:9], 2)
+    assert not list(sft.examples_of(CHAT, shown(STATE), 3))  # the agent has written nothing yet
 
 
 def test_the_loss_by_hand():
+    """Each token is predicted by the position before it: of 4 tokens 3 predict."""
     logits = torch.tensor([[[0.0, 0.0], [math.log(3), 0.0], [0.0, 5.0], [9.0, 9.0]]])
 
-    def loss(*targets: list[tuple[int, int, float]]) -> float:
+    def loss(*labels: list[int]) -> float:
         class Model:
             device = "cpu"
 
             def __call__(self, logits_to_keep, **_):
-                return SimpleNamespace(logits=logits.repeat(len(targets), 1, 1)[:, logits_to_keep])
+                return SimpleNamespace(logits=logits.repeat(len(labels), 1, 1)[:, logits_to_keep])
 
-        return sft.sft_loss(Model(), [sft.Example([0, 1, 0, 1], of) for of in targets]).item()
+        return sft.sft_loss(Model(), [sft.Example([0] * len(of), of) for of in labels]).item()
 
     # Tokens 1 and 2 count: -log(1/2) of the first position, -log(3/4) of the second.
-    both, by_hand = [(0, 1, 1.0), (1, 0, 1.0)], math.log(2) - math.log(3 / 4)
-    assert loss(both) == pytest.approx(by_hand)
-    assert loss([(0, 1, 0.5), (1, 0, 2.0)]) == pytest.approx(math.log(2) / 2 - 2 * math.log(3 / 4))
-    assert loss([(1, 0, 1.0), (1, 1, 1.0)]) == pytest.approx(-math.log(3 / 4) - math.log(1 / 4))  # one position, two
-    # In a second row other tokens count: each row has its own targets.
-    assert loss(both, [(2, 1, 1.0)]) == pytest.approx(by_hand + math.log(1 + math.exp(-5)))
+    none, by_hand = sft.NO_TARGET, math.log(2) - math.log(3 / 4)
+    assert loss([none, 1, 0, none]) == pytest.approx(by_hand)
+    assert loss([1, none, 1, none]) == pytest.approx(-math.log(1 / 4))  # nothing predicts the first token
+    # In a second row other tokens count, and a shorter row is padded.
+    assert loss([none, 1, 0, none], [none, none, none, 1]) == pytest.approx(by_hand + math.log(1 + math.exp(-5)))
+    assert loss([none, 1, 0, none], [none, 1]) == pytest.approx(by_hand + math.log(2))
 
 
 def test_the_learning_rate_rises_and_falls():
@@ -88,8 +87,9 @@ def others(n: int) -> list[State]:
 
 
 def test_four_trajectories_are_learned_by_heart():
-    model, args = tiny_lm(CHAT), training_settings(lr=1e-2, micro_tokens=40, epochs=80)
-    figures = sft.train(model, list(sft.examples_of(CHAT, shown(*others(4)), 100)), [], args)
+    model, config = tiny_lm(CHAT), sft.Config(lr=1e-2, batch=4, micro_tokens=40, epochs=80)
+    examples = list(sft.examples_of(CHAT, shown(*others(4)), 100))
+    figures = sft.train(model, examples, [], config, Path("sft"), "float32")
     assert figures["loss"] < math.log(4) / 2  # four answers to one question: log 4 over the tokens of an action
     agent = Policy(model, CHAT)
     likely = agent.logprobs([(State(s.messages[:-1]), s.messages[-1][1]) for s in others(4)])
@@ -109,7 +109,7 @@ def test_every_twentieth_task_is_held_out():
 
 
 def test_validation_by_hand():
-    examples = [example(CHAT, state) for state in (STATE, others(1)[0])]
+    examples = [sft.example_of(CHAT, state, 100) for state in (STATE, others(1)[0])]
     model = tiny_lm(CHAT)
     losses = [sft.sft_loss(model, [one]).item() for one in examples]
     assert sft.validate(model, examples, 1000) == pytest.approx(sum(losses) / (2 + 5 + 3 + 2 + 3), rel=1e-4)
@@ -118,15 +118,11 @@ def test_validation_by_hand():
 
 def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     chat = word_chat(markov=True)
-    last, other = example(chat, STATE), example(chat, State(STATE.messages[:4]))
+    last, other = (sft.example_of(chat, state, 100) for state in (STATE, State(STATE.messages[:4])))
     words = ["<user>", "Observation:", "nothing", "happens", "<agent>", "Action:", "right", "<end>"]
     assert chat.tokenizer.convert_ids_to_tokens(last.ids) == words
-    assert [at for at, *_ in last.targets] == [4, 5, 6]
+    assert last.labels == [sft.NO_TARGET] * 5 + last.ids[5:]
     assert list(sft.examples_of(chat, shown(STATE), 100)) == [other, last]
-    # With --observation-loss the action's last token predicts the answer, if there is one.
-    foretold = [(len(other.ids) - 1, token, 0.5) for token in last.ids[:5]]
-    answered = sft.Example(other.ids + last.ids[:5], other.targets + foretold)
-    assert list(sft.examples_of(chat, shown(STATE), 100, 0.5)) == [answered, last]
 
 
 SHOWN = (("human", "You are shopping."), ("gpt", "OK"), ("human", "Find a shirt."), ("gpt", "Action: search[shirt]"))
@@ -142,9 +138,9 @@ def test_a_demonstration_ends_with_the_experts_last_action():
     assert record == about | {"messages": record["messages"]}
 
 
-def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, monkeypatch):
-    monkeypatch.setattr(sft, "UPDATES", 3)
-    sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "1", "--n-expert", "4"])
+def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world):
+    run = ["--env", "frozenlake", "--run", str(tmp_path)]
+    sft.main([*run, "--epochs", "1", "--batch", "1", "--n-expert", "4"])
     chat = load_policy(tmp_path / "sft").chat
     assert chat.rendering == Rendering(**AIDS)
     state = State(STATE.messages[:3], "find the purse").then(
@@ -156,7 +152,19 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, 
     action = "Thought: a , b ½ .\nAction: click[12.5  two spaces]"
     assert chat.text(chat.action(action, "x y")) == action
     meta = json.loads((tmp_path / "sft.meta.json").read_text())
-    assert meta["trajectories"] == 4 and meta["steps"] == 4  # batches of a quarter
+    assert meta["trajectories"] == 4 and meta["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "examples", "schedule"),
+    [
+        (["--epochs", "3"], 7, (3, 16)),
+        (["--epochs", "0"], 1350, (12, 16)),
+        (["--epochs", "0"], 7, (50, 2)),  # batches of a quarter, and at least 200 updates
+    ],
+)
+def test_few_demonstrations_are_learned_in_more_epochs_and_smaller_batches(flags, examples, schedule):
+    assert sft.schedule(settings_of(sft, *flags), examples) == schedule
 
 
 def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, agent, fake_world, capsys):
@@ -172,16 +180,16 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     chat, env = load_policy(tmp_path / "sft").chat, FakeEnv()
     own = {"system": "Be brief.", "instruction": "You are shopping.", "agreement": turns[1]["value"]}
     assert chat.rendering == Rendering(**own) and len(chat.tokenizer) == len(CHAT.tokenizer)
-    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", env_option=[]))
+    begin_as_cloned(env, chat.rendering, Run())
     state = State.first(env, *env.reset())
     cloned = read(tmp_path / "expert.json", FakeEnv())[0]
     assert cloned.state.messages[:3] == state.messages[:3] == (
         ("system", "Be brief."), ("user", "You are shopping."), ("assistant", turns[1]["value"])
     )  # fmt: skip
     env.instruction, env.system = "another", "Be kind."
-    begin_as_cloned(env, Rendering(system=""), argparse.Namespace(env_option=[]))
+    begin_as_cloned(env, Rendering(system=""), Run())
     assert env.system == ""  # the demonstrations had none
-    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", env_option=["instruction=FILE"]))
+    begin_as_cloned(env, chat.rendering, Run(env_option=("instruction=FILE",)))
     assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
 
 

@@ -1,9 +1,12 @@
 """Stage 4: the packed loss against pairs one by one, the value network, and how well it ranks siblings."""
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, dump, explore, run, say, tiny_backbone, training_settings, word_chat
+from fakes import FakeEnv, dump, explore, run, say, tiny_backbone, word_chat
 
 import bellman
 import build_trees
@@ -14,9 +17,9 @@ from qlass.batching import Score
 from qlass.chat import Chat, Rendering
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.messages import State
+from qlass.pairs import Pair, families, hold_out, pairs_of, sibling_accuracy
 from qlass.runs import meta_of
-from qlass.training import Training
-from train_qnet import LOSS_FROM, Pair, QNet, families, family_loss, pairs_of, sibling_accuracy
+from train_qnet import LOSS_FROM, QNet, family_loss
 
 
 def labelled_tree(task: str = "train0", **options) -> list[dict]:
@@ -100,8 +103,9 @@ def test_a_qnet_comes_back_from_its_folder(tmp_path):
 
 def trained(net: QNet, trees: list, held_out: list = (), **more) -> dict:
     """Train a QNet on trees: the figures."""
-    settings = {"epochs": 100, "max_tokens": 2048, "loss_on": "all", "rank_weight": 0.0, "head_lr": None}
-    return train_qnet.train(net, trees, held_out, training_settings(**settings | {"plain": False} | more))
+    settings = train_qnet.Config(**{"epochs": 100, "batch": 4, "lr": 3e-3, "max_tokens": 2048} | more)
+    out = Path(tempfile.mkdtemp(dir=".")) / "qnet"
+    return train_qnet.train(net, trees, held_out, settings, out, "float32")
 
 
 STATE = State((("user", "you stand at start"),))
@@ -181,7 +185,8 @@ def test_the_head_is_in_full_width_where_the_backbone_is_not():
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_what_is_measured_is_the_best_epochs_net(frozen, train, tmp_path, monkeypatch, agent):
-    monkeypatch.setattr(Training, "best", 1)
+    losses = iter([0.1, 0.2, 0.3])
+    monkeypatch.setattr(train_qnet, "watched", lambda *_: next(losses))
     net = train("--epochs", "3", "--lr", "0.01", *["--freeze"] * frozen)
     start = load_policy(agent).model.model.parameters()
     assert all(torch.equal(a, b) for a, b in zip(net.backbone.parameters(), start, strict=True)) == frozen
@@ -208,7 +213,8 @@ def test_pairs_beyond_the_context_are_left_out_or_cut(train, tmp_path, monkeypat
         assert (f"{meta['pairs_left_out']} pairs are left out" in capsys.readouterr().out) != cut
 
 
-def test_every_tenth_tree_from_the_first_on_is_held_out():
-    training, held_out = train_qnet.hold_out([[number] for number in range(21)])
-    assert held_out == [[0], [10], [20]] and len(training) == 18
-    assert train_qnet.hold_out([["alone"]]) == ([["alone"]], [["alone"]])
+def test_the_trees_of_every_tenth_task_are_held_out():
+    tasks = [str(number // 2) for number in range(42)]  # two trees each
+    training, held_out = hold_out([[number] for number in range(42)], tasks)
+    assert held_out == [[0], [1], [20], [21], [40], [41]] and len(training) == 36
+    assert hold_out([["alone"]], ["a"]) == ([["alone"]], [["alone"]])

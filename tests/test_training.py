@@ -1,23 +1,24 @@
 """The training loops' common part: order of the data, early stopping, states and what resumes from them, processes."""
 
-import argparse
+import dataclasses
 import importlib
 from pathlib import Path
 
-import accelerate
 import pytest
 import torch
-from fakes import dump, fork, free_port, training_settings
+from fakes import dump, fork, free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_train_qnet import labelled_tree
 from torch import nn
 
-from qlass import UserError, training
+from qlass import UserError, processes, training
+from qlass.config import Training
 from qlass.files import read_jsonl
-from qlass.runs import meta_of, states_of
-from qlass.training import Training, begin, cosine, updates_of
+from qlass.models import adamw
+from qlass.runs import meta_of, recipe_of, states_of
+from qlass.training import TrainingLog, clip, cosine, updates_of
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 20), st.integers(0, 3), st.integers(0, 3))
@@ -31,37 +32,40 @@ def test_an_epoch_holds_each_example_once_in_updates_of_at_least_a_batch(sizes, 
 SCORES = [1.0, 3.0, 2.0, 2.9, 9.0, 9.0]
 
 
-def arguments(folder: Path, **more) -> argparse.Namespace:
-    folder.mkdir(exist_ok=True)
-    return training_settings(out=folder / "model", batch=3, lr=0.1, **{"save_every": 2, **more})
+SETTINGS = Training(batch=3, lr=0.1, save_every=2)
 
 
 class Stopped(Exception):
     pass
 
 
-def fit(args: argparse.Namespace, scores: list[float | None], stop: int | None = None, spoil: int | None = None):
+def fit(folder: Path, scores: list[float | None], stop: int | None = None, spoil: int | None = None, **more):
     """Ten examples in updates of three; `scores` are the validation's. Raises Stopped before update `stop`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))  # dropout: the random state counts too
     data = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
-    run = Training(model, args, [1] * 10, [(model, args.lr)])
+    config = dataclasses.replace(SETTINGS, **more)
+    optimizer = adamw([(model, config.lr)])
+    folder.mkdir(exist_ok=True)
+    order = [updates_of([1] * 10, config.batch, config.seed, epoch) for epoch in range(6)]
+    log = TrainingLog(folder / "model", model, optimizer, 24, config)
     weights = []  # after each epoch
-    for update, last in run.updates():
-        if run.step == stop:
-            raise Stopped
-        loss = (model(data[update]) - 1).square().mean() * (float("nan") if run.step == spoil else 1)
-        loss.backward()
-        total = run.reduce(loss.item())
-        run.optimizer.param_groups[0]["lr"] = args.lr * cosine(run.step, run.starts[-1])
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        run.end_update(total, tokens=len(update), last=last)
-        if last:
-            weights.append([p.detach().clone() for p in model.parameters()])
-            score = scores[len(run.curve)]
-            run.end_epoch(score and -score, score=score)
-    figures = run.finish()
+    for epoch in range(len(log.curve), 6):
+        if log.is_over():
+            break
+        for update in order[epoch][len(log.updates) :]:
+            if log.step == stop:
+                raise Stopped
+            loss = (model(data[update]) - 1).square().mean() * (float("nan") if log.step == spoil else 1)
+            loss.backward()
+            clip(model, loss.item(), log.step, config.lr)
+            optimizer.param_groups[0]["lr"] = config.lr * cosine(log.step, 24)
+            optimizer.step()
+            optimizer.zero_grad()
+            log.end_update(loss.item(), tokens=len(update))
+        weights.append([p.detach().clone() for p in model.parameters()])
+        log.end_epoch(scores[epoch] and -scores[epoch], score=scores[epoch])
+    figures = log.finish()
     assert figures.pop("seconds") > 0 and all(line.pop("seconds") > 0 for line in figures["curve"])
     return list(model.parameters()), figures, weights
 
@@ -72,7 +76,7 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize(("scores", "epochs", "best"), [(SCORES, 4, 2), ([1, 0, 2, 0, 3, 0], 6, 5), ([None] * 6, 6, 6)])
 def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(tmp_path, scores, epochs, best):
-    final, figures, weights = fit(arguments(tmp_path), scores)
+    final, figures, weights = fit(tmp_path, scores)
     assert len(weights) == epochs and same(final, weights[best - 1]) and figures["best_epoch"] == best
     assert (figures["steps"], figures["tokens"]) == (4 * epochs, 10 * epochs)
     assert [(e["epoch"], e["score"]) for e in figures["curve"]] == list(enumerate(scores[:epochs], 1))
@@ -80,16 +84,14 @@ def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(tmp_
 
 
 @pytest.mark.parametrize("stops", [(0,), (4, 5, 7), (2, 2, 9), (15,)])
-def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp_path, stops, monkeypatch):
-    expected, figures, _ = fit(arguments(tmp_path / "one"), SCORES)
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")  # a shell's does not divide the gradients
-    args = arguments(tmp_path / "parts", save_every=3)
+def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp_path, stops):
+    expected, figures, _ = fit(tmp_path / "one", SCORES)
     for stop in stops:
         with pytest.raises(Stopped):
-            fit(args, SCORES, stop)
-    final, again, _ = fit(args, SCORES)
+            fit(tmp_path / "parts", SCORES, stop, save_every=3)
+    final, again, _ = fit(tmp_path / "parts", SCORES, save_every=3)
     assert same(final, expected) and again == figures
-    final, again, weights = fit(args, SCORES)  # stopped between the last epoch and the end of the stage
+    final, again, weights = fit(tmp_path / "parts", SCORES)  # stopped between the last epoch and the end of the stage
     assert same(final, expected) and again == figures and not weights
     logs = [list(read_jsonl(tmp_path / name / "model.log.jsonl")) for name in ("one", "parts")]
     assert all(line.pop("seconds") > 0 for log in logs for line in log) and logs[0] == logs[1]
@@ -97,57 +99,46 @@ def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp
     assert [line["score"] for line in logs[0] if "epoch" in line] == SCORES[:4]
 
 
-def test_tensorboard_has_each_update_once_also_after_a_stop(tmp_path):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    args = arguments(tmp_path, log_with="tensorboard", save_every=3)
-    with pytest.raises(Stopped):
-        fit(args, SCORES, 6)
-    fit(args, SCORES)
-    curves = reader.EventAccumulator(str(tmp_path / "model.curves" / "qlass")).Reload()
-    lines = list(read_jsonl(tmp_path / "model.log.jsonl"))
-    for kind, has in (("update", "lr"), ("epoch", "epoch")):
-        for name in ("loss", has):
-            told = [(line["step"], pytest.approx(line[name])) for line in lines if has in line]
-            assert [(x.step, x.value) for x in curves.Scalars(f"{kind}/{name}")] == told
-
-
 def test_another_run_does_not_continue_this_one(tmp_path):
-    args, data = arguments(tmp_path, rank_weight=0), tmp_path / "data"
-    args.out.mkdir()  # an empty folder waits for a checkpoint
+    out, data = tmp_path / "model", tmp_path / "data"
+    out.mkdir()  # an empty folder waits for a checkpoint
     data.write_text("examples")
 
-    def again(**more) -> dict | None:
-        return begin(argparse.Namespace(**vars(args) | more), data=data)
+    def is_trained(**more) -> bool:
+        config, inputs = dataclasses.replace(SETTINGS, run=tmp_path, **more), {"data": data}
+        return training.is_trained(out, config, recipe_of(config.recipe(), inputs), inputs, first=True)
 
-    assert again()
+    assert not is_trained()
     with pytest.raises(Stopped):
-        fit(args, [1.0] * 6, 5)
-    assert again(save_every=9, micro_tokens=5)  # what changes no weight may differ
+        fit(tmp_path, [1.0] * 6, 5)
+    assert not is_trained(save_every=9, micro_tokens=5)  # what changes no weight may differ
     with pytest.raises(UserError, match="was begun with --lr"):
-        again(lr=0.2)
+        is_trained(lr=0.2)
     data.write_text("others")
-    with pytest.raises(UserError, match="data, which has changed"):
-        again()
-    assert again(overwrite=True) and not states_of(args.out).exists()
+    with pytest.raises(UserError, match="--data that has changed"):
+        is_trained()
+    assert not is_trained(overwrite=True) and not states_of(out).exists()
+    out.mkdir()
+    (out / "config.json").touch()
+    assert is_trained()
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
-    args = arguments(tmp_path)
     with pytest.raises(UserError, match=r"update 6: loss nan.*lower --lr than 0\.1"):
-        fit(args, [1.0] * 6, spoil=5)
-    weights = torch.load(states_of(args.out) / "state-00000004.pt", weights_only=True)["weights"]
-    assert weights and all(p.isfinite().all() for p in weights.values())
+        fit(tmp_path, [1.0] * 6, spoil=5)
+    state = torch.load(states_of(tmp_path / "model") / "last.pt", weights_only=True)
+    assert state["lines"][-1]["step"] == 4 and all(p.isfinite().all() for p in state["weights"].values())
     with pytest.raises(UserError, match="validation loss nan"):
-        fit(arguments(tmp_path / "other"), [float("nan")] * 6)
+        fit(tmp_path / "other", [float("nan")] * 6)
 
 
 def launch(main, argv: list[str], code: int) -> None:
     """As torchrun does: the same command in two processes, its rank in the environment."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    processes = [fork(main, argv, RANK=rank, LOCAL_RANK=rank, **address) for rank in "01"]
-    for process in processes:
+    started = [fork(main, argv, RANK=rank, LOCAL_RANK=rank, **address) for rank in "01"]
+    for process in started:
         process.join(120)
-    assert [process.exitcode for process in processes] == [code] * 2
+    assert [process.exitcode for process in started] == [code] * 2
 
 
 @pytest.mark.parametrize(("stage", "flags"), [("sft", []), ("train_qnet", []), ("train_qnet", ["--lora", "2"])])
@@ -159,16 +150,16 @@ def test_two_processes_share_the_work_and_train_what_one_does(stage, flags, tmp_
     common = f"--env frozenlake --run {tmp_path} --epochs 2 --micro-tokens 40 --batch 4 --save-every 1 {inputs[stage]}"
     one, two = ([*common.split(), *flags, "--out", str(tmp_path / name)] for name in ("by-1", "by-2"))
     main(one)
-    end_update = Training.end_update
+    end_update = TrainingLog.end_update
 
-    def stopping(run: Training, *update, **figures) -> None:
-        assert 0 < len(run.share([*range(4)])) < 4
-        end_update(run, *update, **figures)
-        if run.step == 3:
+    def stopping(log: TrainingLog, *update, **figures) -> None:
+        assert 0 < len(processes.mine([*range(4)])) < 4
+        end_update(log, *update, **figures)
+        if log.step == 3:
             raise SystemExit(7)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "end_update", stopping)
+        patch.setattr(TrainingLog, "end_update", stopping)
         launch(main, two, 7)
     launch(main, two, 0)
     alone, both = (meta_of(tmp_path / name) for name in ("by-1", "by-2"))
@@ -179,7 +170,7 @@ def test_two_processes_share_the_work_and_train_what_one_does(stage, flags, tmp_
 
 
 def test_processes_that_do_not_see_one_another_are_refused(tmp_path, monkeypatch):
-    accelerate.PartialState(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="start them by torchrun"), training.processes(arguments(tmp_path)):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UserError, match="start by torchrun"), processes.together(tmp_path / "sft", "cpu"):
         pass

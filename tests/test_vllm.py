@@ -8,8 +8,8 @@ from fakes import served, word_chat
 from transformers import AutoModel, GemmaConfig, HeliumConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from qlass.batching import Score
-from qlass.fast.score import ServedQNet
 from qlass.messages import State
+from qlass.served_qnet import ServedQNet
 from qlass.server import Server
 from train_qnet import QNet
 
