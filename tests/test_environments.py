@@ -243,7 +243,7 @@ def test_a_class_that_breaks_a_rule_is_refused_in_one_line(base, change, says):
         ("valid_actions = lambda self: list({*LAMPS, 'done'})", "other valid_actions in a second process; the rule: "),
         ("message = lambda self, text: f'{text} {list({*LAMPS})}'", "other observation in a second process"),  # later
         (
-            "__init__ = lambda self: Switches.__init__(self, 8 // (sys.argv[1:] == [] or sys.argv[0] != '-c'))",
+            "__init__ = lambda self: Switches.__init__(self, 8 // (os.getpid() == FIRST))",
             "own can't be asked again in a second process: ",
         ),
         ("split_ids = lambda self, split: TASKS[:9]", "own: 9 tasks of train are in val too, e.g. 'amber'"),
