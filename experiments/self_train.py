@@ -27,6 +27,7 @@ from tyro.conf import arg
 
 import envs
 import sft
+from experiments import clone_answers
 from q_search import Method, episode
 from qlass import UserError, published, runs
 from qlass.agent import load_agent, load_qnet, settled
@@ -157,7 +158,8 @@ def clone_again(config: Config, sft_folder: Path, expert: Path, n: int) -> None:
         batch = meta["batch"]
         argv += ["--epochs", str(meta["epochs"]), "--batch", str(batch)]
     argv += ["--expert", str(expert), "--n-expert", str(n), "--out", str(config.run / f"sft-{config.name}")]
-    sft.main(argv + (["--overwrite"] if config.overwrite else []))
+    stage = clone_answers if "observation_loss" in meta["recipe"] else sft
+    stage.main(argv + (["--overwrite"] if config.overwrite else []))
 
 
 def settings_of(argv: list[str] | None) -> Config:
