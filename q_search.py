@@ -36,13 +36,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from tyro.conf import arg
 
 import envs
-from qlass.agent import load_agent, load_qnet, served_qnet
+from qlass.agent import load_agent
 from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.config import Natural, Positive, Sampling, free, read, run_stage
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Episode, Step, costs_of, describe
 from qlass.runs import find_or_make
+from train_qnet import load_qnet
 
 # What scores the candidates of each method.
 METHODS = {
@@ -273,7 +274,9 @@ def load(
     agent = load_agent(sft, config, env)
     if with_q and url:
         inputs["qnet"] = None  # else results by a folder's QNet could join those by the server's
-        models[Score] = served_qnet(url, agent.chat, config).score
+        from qlass.served_qnet import ServedQNet
+
+        models[Score] = ServedQNet(url, agent.chat, config.in_flight or 64).score
     return agent.chat, models | {Sample: agent.sample, LogProb: agent.likelihoods}, inputs
 
 

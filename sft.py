@@ -36,15 +36,7 @@ from qlass.config import Bounds, Natural, Positive, Training, free, read, run_st
 from qlass.messages import State, react
 from qlass.published import Demonstration
 from qlass.tiny import AIDS, tiny_model
-from qlass.training import (
-    TrainingLog,
-    autocast,
-    clip,
-    cosine,
-    is_trained,
-    micro_batches,
-    updates_of,
-)
+from qlass.training import TrainingLog, autocast, begin, clip, cosine, micro_batches, updates_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,19 +297,19 @@ def clone(config: Config, tokenize: Callable, loss_of: Callable) -> None:
         if config.expert:
             begin_as_demonstrated(chat, env, expert)
         examples, validation = tokenize(chat, expert, config)
-        found = settled(config)
+        facts = settled(config)
         inputs: runs.Inputs = {"expert": path}
-        recipe = runs.recipe_of(config.recipe() | env.settings | found, inputs)
-        if is_trained(out, config, recipe, inputs, first):
+        recipe = runs.recipe_of(config.recipe() | env.settings | facts, inputs)
+        if not begin(out, config, recipe, inputs, first):
             return
-        figures = train(model, examples, validation, config, out, found["precision"], loss_of)
+        figures = train(model, examples, validation, config, out, facts["precision"], loss_of)
         if first:
             figures["epochs"], figures["batch"] = schedule(config, len(examples))
             figures["trajectories"] = len(expert)
             tasks = (demonstration.task_id for demonstration in expert)
             figures["tasks"] = published.learned_tasks(tasks, config.model, env)
             runs.write_meta(out, config, recipe, inputs, **figures)
-            dtype = models.PRECISIONS[found["precision"]]
+            dtype = models.PRECISIONS[facts["precision"]]
             models.save_checkpoint(model, chat, out, adapter, dtype)
             files.discard(runs.states_of(out))
             print(f"{out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")

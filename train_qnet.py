@@ -40,15 +40,7 @@ from qlass.chat import Chat
 from qlass.config import Positive, Prompt, Real, Training, begun_with, free, read, run_stage
 from qlass.messages import State
 from qlass.pairs import Pair, Pairs, families, hold_out, ranking, read_pairs
-from qlass.training import (
-    TrainingLog,
-    autocast,
-    clip,
-    cosine,
-    is_trained,
-    micro_batches,
-    updates_of,
-)
+from qlass.training import TrainingLog, autocast, begin, clip, cosine, micro_batches, updates_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +144,12 @@ def scorer(qnet: QNet, plain: bool = False, cache_gb: float | None = None) -> An
     from qlass.fast.score import FastQNet
 
     return FastQNet(qnet, cache_gb)
+
+
+def load_qnet(folder: Path, config: Any) -> Any:
+    """The `scorer` of a saved QNet, as the settings of a later stage say."""
+    qnet = QNet.from_pretrained(folder, **agent.loading(folder, config))
+    return scorer(qnet, config.plain, config.cache_gb)
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -325,16 +323,16 @@ def main(argv: list[str] | None = None) -> None:
         learned, held_out = hold_out(trees, counts["tasks"])
         if not any(learned):
             raise UserError(f"{labels}: no pair of (s, a) to train on")
-        found = agent.settled(config)
+        facts = agent.settled(config)
         world = {"env_files": begun_with(config.run).get("env_files")}
-        recipe = runs.recipe_of(config.recipe() | world | found, inputs)
-        if is_trained(out, config, recipe, inputs, first):
+        recipe = runs.recipe_of(config.recipe() | world | facts, inputs)
+        if not begin(out, config, recipe, inputs, first):
             return
-        figures = train(qnet, learned, held_out, config, out, found["precision"])
+        figures = train(qnet, learned, held_out, config, out, facts["precision"])
         if first:
             ranks = figures["curve"][figures["best_epoch"] - 1]["held_out"]
             runs.write_meta(out, config, recipe, inputs, **figures, **counts, held_out=ranks)
-            save(qnet, out, adapter, found["precision"])
+            save(qnet, out, adapter, facts["precision"])
             files.discard(runs.states_of(out))
             tell(out, figures | counts, ranks)
 

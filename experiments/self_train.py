@@ -30,7 +30,7 @@ import sft
 from experiments import clone_answers
 from q_search import Method, episode
 from qlass import UserError, published, runs
-from qlass.agent import load_agent, load_qnet, settled
+from qlass.agent import load_agent, settled
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
 from qlass.config import Natural, Real, Sampling, free, read, run_stage
@@ -38,6 +38,7 @@ from qlass.files import read_trees
 from qlass.messages import without_thinking
 from qlass.pairs import states_of
 from qlass.results import costs_of
+from train_qnet import load_qnet
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has

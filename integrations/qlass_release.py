@@ -16,8 +16,8 @@ from tyro.conf import Positional
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.config import parse, run_stage
-from qlass.files import checkpoint_folder, draft_of
-from qlass.models import load_weights, one_line, save_checkpoint
+from qlass.files import checkpoint_folder, draft_of, one_line
+from qlass.models import load_weights, save_checkpoint
 from train_qnet import QNet
 
 LLAMA_2 = (  # an answer has no space before it, and one after it

@@ -1,4 +1,4 @@
-"""The agent and the QNet that the settings of a stage name: their checkpoints and engines."""
+"""The agent that the settings of a stage name: its checkpoint, its first messages, its engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from qlass.chat import Chat, Rendering
+from qlass.chat import Rendering
 from qlass.config import Sampling
 from qlass.files import warn
 from qlass.models import device_and_dtype, load_chat, load_checkpoint, precision_of
@@ -50,22 +50,6 @@ def load_agent(sft: Path, config: Sampling, env: Any = None) -> Any:
     return load_policy(sft, config.seed, config.cache_gb, **options)
 
 
-def load_qnet(folder: Path, config: Any) -> Any:
-    """The QNet in a folder, loaded as the settings of a stage say, with the agent's prompts."""
-    from train_qnet import QNet, scorer
-
-    qnet = QNet.from_pretrained(folder, **loading(folder, config))
-    return scorer(qnet, config.plain, config.cache_gb)
-
-
-def served_qnet(url: str, chat: Chat, config: Any) -> Any:
-    """The QNet that a server holds (integrations/vllm_qnet.py)."""
-    from qlass.served_qnet import ServedQNet
-    from qlass.server import Server
-
-    return ServedQNet(Server(url, "--qnet"), chat, config.in_flight or 64)
-
-
 def loading(folder: Path, config: Any) -> dict[str, Any]:
     """What `load_checkpoint` takes of the settings."""
     options = {name: getattr(config, name) for name in ("device", "load_in", "precision")}
@@ -76,17 +60,17 @@ def loading(folder: Path, config: Any) -> dict[str, Any]:
 def settled(config: Any) -> dict[str, Any]:
     """What --precision, --server and a --qnet's URL stand for here, for the recipe: a resumed run
     must not mix a GPU's numbers and a CPU's, nor two models'."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     if hasattr(config, "device"):  # a chat model has none here
         dtype = device_and_dtype(config.device, getattr(config, "precision", None))[1]
-        found["precision"] = precision_of(dtype)
+        facts["precision"] = precision_of(dtype)
     if getattr(config, "server", None):
         from qlass.server import Server
 
-        found["server_model"] = Server(config.server).model
+        facts["server_model"] = Server(config.server).model
     qnet = getattr(config, "qnet", None)
     if isinstance(qnet, str) and qnet.startswith("http"):
         from qlass.server import Server
 
-        found["qnet_model"] = Server(qnet, "--qnet").model
-    return found
+        facts["qnet_model"] = Server(qnet, "--qnet").model
+    return facts

@@ -168,18 +168,18 @@ def parse(
     """
     argv = sys.argv[1:] if argv is None else argv
     start = kind() if default is None else default
-    heard, said = io.StringIO(), io.StringIO()
+    errors, output = io.StringIO(), io.StringIO()
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.redirect_stderr(heard))
-            stack.enter_context(contextlib.redirect_stdout(said))
+            stack.enter_context(contextlib.redirect_stderr(errors))
+            stack.enter_context(contextlib.redirect_stdout(output))
             stack.enter_context(mock.patch.dict(os.environ, COLUMNS="999"))  # no line is broken
             config = tyro.cli(kind, args=argv, default=start, description=" ", config=FORM)
     except SystemExit as stop:
         if stop.code:
-            raise UserError(one_line(heard.getvalue())) from None
+            raise UserError(one_line(errors.getvalue())) from None
         first_words = (doc or "").strip().split("\n\n")[:3]  # what it does, an example, files
-        print(*first_words, tidy(said.getvalue()), sep="\n\n")
+        print(*first_words, tidy(output.getvalue()), sep="\n\n")
         raise
     check_bounds(config)
     return config
@@ -223,9 +223,9 @@ def read(kind: type[R], doc: str | None, argv: Sequence[str] | None) -> R:
     UserError if the run is of another environment, or of other options, than the flags name.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    said = [word for word in argv if word not in ("-h", "--help")]
-    unsaid: Any = {"env": "", "run": Path()}
-    first = parse(kind, said, dataclasses.replace(kind(), **unsaid))
+    words = [word for word in argv if word not in ("-h", "--help")]
+    blanks: Any = {"env": "", "run": Path()}  # which no flag leaves so
+    first = parse(kind, words, dataclasses.replace(kind(), **blanks))
     run = first.run
     if run == Path():
         run = Path("runs") / (first.env or kind.env).rpartition(":")[2].lower()

@@ -27,6 +27,18 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
+@contextlib.contextmanager
+def one_line(path: str | Path) -> Iterator[None]:
+    """A UserError for whatever a library raises about a checkpoint that it can't load."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(": .")
+        raise UserError(f"{path}: can't be loaded ({reason}); is it complete?") from error
+
+
 # ---------------------------------------------------------------------------------------- reading
 
 

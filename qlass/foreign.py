@@ -71,11 +71,11 @@ def refuse_scaled_positions(path: Path, reader: Any) -> None:
 
 def refuse_unread_settings(path: Path, reader: Any, config: Any) -> None:
     """UserError for a number that the configuration has nowhere: a default stands in its place."""
-    known = [*numbers(config.to_dict())]
+    values = [*numbers(config.to_dict())]
     for name, value in settings_of(reader).items():
         if name == "rope.dimension_count" or not isinstance(value, int | float):
             continue
-        if not any(math.isclose(value, number, rel_tol=1e-6) for number in known):
+        if not any(math.isclose(value, number, rel_tol=1e-6) for number in values):
             raise UserError(f"{path}: its {name} of {value} can't be read; {WAY_OUT}")
 
 
@@ -152,13 +152,14 @@ def check_cache(model: Any, name: str) -> None:
     differences = []
     for end in range(6, 12):
         logits, past = next_logits(model, ids[end - 1 : end], past, end - 1)
-        whole, _ = next_logits(model, ids[:end])
-        differences.append((logits - whole).float().abs().mean() / whole.float().abs().mean())
+        reference, _ = next_logits(model, ids[:end])
+        difference = (logits - reference).float().abs().mean()
+        differences.append(difference / reference.float().abs().mean())
     # Rounding alone may send a token to other experts, but not most tokens.
-    difference = float(torch.stack(differences).median())
+    median = float(torch.stack(differences).median())
     exact = model.dtype == torch.float32 and not getattr(model, "is_quantized", False)
-    if difference > (0.01 if exact else 0.1):
-        problem = f"a token read behind a cache gets other logits, by {difference:.1%}"
+    if median > (0.01 if exact else 0.1):
+        problem = f"a token read behind a cache gets other logits, by {median:.1%}"
         raise UserError(f"{name}: {problem}: its model class can't write token by token")
 
 

@@ -16,12 +16,10 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import nn
-from transformers import AutoModelForCausalLM, utils
+from transformers import utils
 
 from qlass import UserError
-from qlass.chat import Chat, Rendering
-from qlass.files import read_object
-from qlass.models import load_chat, load_weights, one_line
+from qlass.files import one_line, read_object
 
 MERGED = "MERGED"  # a file in an adapter's folder: the weights in the folder above have its updates
 
@@ -79,15 +77,10 @@ def try_gradients(model: Any) -> None:
         raise ValueError("no gradient arrives")
 
 
-def save_and_merge(model: Any, adapter: Any, folder: Path) -> Any:
-    """Save the updates in `folder`. Returns the model in full width with the updates merged."""
+def save_updates(adapter: Any, folder: Path) -> None:
+    """Save the updates in `folder`, which stands in that of the weights that they go into."""
     adapter.save_pretrained(folder, save_embedding_layers=False)
     (folder / MERGED).write_text("The weights in the folder above have these updates already.\n")
-    if not getattr(model, "is_quantized", False):
-        return merged(adapter)
-    # A merge would round the weights anew, so the updates go into the full weights.
-    base = load_weights(model.name_or_path, type(model), {"dtype": model.dtype})
-    return with_adapter(base.to(model.device), folder)
 
 
 def merged(adapter: Any) -> Any:
@@ -125,25 +118,12 @@ def refuse_unmerged(path: str | Path, adapters: list[Path]) -> None:
             raise UserError(f"{path}: its weights lack the adapter {adapter}: name that instead")
 
 
-def load_chat_of_adapter(path: str | Path, rendering: Rendering) -> Chat:
-    """The Chat of an adapter's base, with the adapter's tokenizer if it has one."""
-    own = utils.hub.has_file(str(path), "tokenizer_config.json")
-    return load_chat(base_of(path), rendering, path if own else None)
-
-
-def load_adapter(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
-    """The adapter's base with its updates merged; options of from_pretrained."""
-    agent = load_weights(base_of(path), AutoModelForCausalLM, options)
-    if getattr(agent, "is_quantized", False):
-        raise UserError(f"{path}: an adapter needs its base in full, without --load-in")
-    agent = with_adapter(agent, path)  # which names the layers of an agent
-    return agent if kind is AutoModelForCausalLM else agent.base_model
-
-
 def with_adapter(model: Any, adapter: str | Path) -> Any:
-    """The model with a PEFT adapter merged into it, and the embeddings of tokens that it adds."""
+    """The agent with a PEFT adapter merged into it, and the embeddings of tokens that it adds."""
     import peft
 
+    if getattr(model, "is_quantized", False):
+        raise UserError(f"{adapter}: an adapter needs its base in full, without --load-in")
     embeddings = model.get_input_embeddings()
     layer = next(name for name, module in model.named_modules() if module is embeddings)
     saved = peft.load_peft_weights(str(adapter), device="cpu")

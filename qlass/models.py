@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, utils
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.files import draft_of
+from qlass.files import draft_of, one_line
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 OUTPUTS = {  # what a forward returns, whatever config.json asks for
@@ -103,18 +102,6 @@ def load_checkpoint(
     return model, chat
 
 
-@contextlib.contextmanager
-def one_line(path: str | Path) -> Iterator[None]:
-    """A UserError for whatever a library raises about a checkpoint that it can't load."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(": .")
-        raise UserError(f"{path}: can't be loaded ({reason}); is it complete?") from error
-
-
 def source(path: str | Path) -> dict[str, Any]:
     """from_pretrained's arguments for a folder, a hub name, or a GGUF file."""
     options: dict[str, Any] = {"trust_remote_code": False}  # a stranger's code does not run
@@ -135,7 +122,9 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
     if is_adapter(path):
         from qlass import lora
 
-        return lora.load_adapter(path, kind, options)
+        base = load_weights(lora.base_of(path), AutoModelForCausalLM, options)
+        model = lora.with_adapter(base, path)
+        return model if kind is AutoModelForCausalLM else model.base_model
     shards = sorted(file.name for file in Path(path).glob("model-*-of-*.safetensors"))
     if shards and (Path(path) / "model.safetensors").exists():  # which would be loaded unasked
         problem = f"{shards[0]} and model.safetensors are of two saves; move one away"
@@ -187,7 +176,8 @@ def load_chat(path: str | Path, rendering: Rendering, tokenizer_at: Any = None) 
     if is_adapter(path):
         from qlass import lora
 
-        return lora.load_chat_of_adapter(path, rendering)
+        own = utils.hub.has_file(str(path), "tokenizer_config.json")
+        return load_chat(lora.base_of(path), rendering, path if own else None)
     tokenizer_at = tokenizer_at or path
     with one_line(path):
         config = hf.AutoConfig.from_pretrained(**source(path))
@@ -224,8 +214,8 @@ def context_of(config: Any) -> int | None:
 def prepare_training(
     model: Any, rank: int | None = None, alpha: int | None = None, checkpointing: bool = False
 ) -> Any:
-    """Prepare an agent's model for training by the flags of `add_memory`, in place. Returns PEFT's
-    view of the model, None without LoRA."""
+    """Prepare an agent's model for training, in place: LoRA's updates of this rank and alpha, and
+    gradient checkpointing. Returns PEFT's view of the model, None without LoRA."""
     refuse_qnet(model.name_or_path)
     if getattr(model, "stored_in_few_bits", False):
         advice = "train the model that it was made from, by --load-in 4bit --lora 16"
@@ -262,7 +252,12 @@ def full_weights(model: Any, folder: Path, adapter: Any = None, dtype: Any = Non
     if adapter:
         from qlass import lora
 
-        model = lora.save_and_merge(model, adapter, folder / "adapter")
+        lora.save_updates(adapter, folder / "adapter")
+        if getattr(model, "is_quantized", False):  # a merge into few bits would round anew
+            base = load_weights(model.name_or_path, type(model), {"dtype": model.dtype})
+            model = lora.with_adapter(base.to(model.device), folder / "adapter")
+        else:
+            model = lora.merged(adapter)
     for p in model.parameters():  # not buffers: rounded rotary frequencies turn late positions
         if dtype and p.is_floating_point():
             p.data = p.data.to(dtype)

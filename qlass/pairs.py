@@ -91,16 +91,19 @@ def ranking(
     """On these trees, of Q: the mean square error (Eq. 8), the part of it within states, and
     `sibling_accuracy`. score: what answers Score requests."""
     pairs = list(itertools.chain(*trees))
-    values = score([Score(p.state, (p.action,)) for p in pairs])
-    scores = {(p.state, p.action): v for p, (v,) in zip(pairs, values, strict=True)}
+    values = score([Score(pair.state, (pair.action,)) for pair in pairs])
+    scores = {
+        (pair.state, pair.action): value for pair, (value,) in zip(pairs, values, strict=True)
+    }
     square = within = 0.0
     for family in itertools.chain(*map(families, trees)):
-        errors = [scores[p.state, p.action] - p.q for p in family]
+        errors = [scores[pair.state, pair.action] - pair.q for pair in family]
         mean = sum(errors) / len(errors)
-        square += sum(e**2 for e in errors)
-        within += sum((e - mean) ** 2 for e in errors)
+        square += sum(error**2 for error in errors)
+        within += sum((error - mean) ** 2 for error in errors)
     n = max(1, len(pairs))
-    return {"mse": square / n, "within_mse": within / n} | sibling_accuracy(trees, scores)
+    errors_of_q = {"mse": square / n, "within_mse": within / n}
+    return errors_of_q | sibling_accuracy(trees, scores)
 
 
 def sibling_accuracy(trees: list[Pairs], scores: dict, gap: float = 0.05) -> dict[str, Any]:
@@ -111,8 +114,12 @@ def sibling_accuracy(trees: list[Pairs], scores: dict, gap: float = 0.05) -> dic
     right = []
     for family in itertools.chain(*map(families, trees)):
         for a, b in itertools.combinations(family, 2):
-            if abs(a.q - b.q) > gap:
-                difference = scores[a.state, a.action] - scores[b.state, b.action]
-                right.append(0.5 if difference == 0 else float((difference > 0) == (a.q > b.q)))
+            if abs(a.q - b.q) <= gap:
+                continue
+            difference = scores[a.state, a.action] - scores[b.state, b.action]
+            if difference == 0:  # an even guess
+                right.append(0.5)
+            else:
+                right.append(float((difference > 0) == (a.q > b.q)))
     accuracy = sum(right) / len(right) if right else None
     return {"sibling_accuracy": accuracy, "sibling_pairs": len(right)}

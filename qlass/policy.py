@@ -122,6 +122,7 @@ class Policy:
         """n of the valid actions, by their log-probabilities (A,)."""
         task = request.state.task
         cumulative = np.exp(logp).cumsum()
+
         candidates = []
         for k in range(request.n):
             if request.temperature:
@@ -151,7 +152,8 @@ class Policy:
         for a, ids in enumerate(actions):
             logits = self.logits(prompt, ids) / (request.temperature or 1.0)
             for i, token in enumerate(ids):
-                allowed = sorted({other[i] for other in actions if other[:i] == ids[:i]})
+                alike = [other for other in actions if other[:i] == ids[:i]]
+                allowed = sorted({other[i] for other in alike})
                 logp = logits[i, allowed].double().log_softmax(-1)
                 totals[a] += float(logp[allowed.index(token)])
         return totals
@@ -201,5 +203,6 @@ def truncated(p: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     if top_k:
         values[:, top_k:] = 0
     before = values.cumsum(-1) - values  # what likelier ones hold
-    keep = before < top_p * values.sum(-1, keepdim=True)
+    total = values.sum(-1, keepdim=True)
+    keep = before < top_p * total
     return torch.zeros_like(p).scatter(-1, order, values * keep)

@@ -122,11 +122,11 @@ def settings(preset: str, env: str, kind: Any, lora: bool = False) -> dict[str, 
     """What a preset says of the fields of a stage's Config, `kind`, on an environment."""
     stages = PRESETS[preset]["any"], PRESETS[preset].get(env, {}), LORA if lora else {}
     fields = {field.name for field in dataclasses.fields(kind)}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in ("run", kind.stage):
         for stage in stages:
-            found.update(stage.get(part, {}))
-    return {name: value for name, value in found.items() if name in fields}
+            values.update(stage.get(part, {}))
+    return {name: value for name, value in values.items() if name in fields}
 
 
 def suited(config: Any, run: Path) -> str:

@@ -207,8 +207,8 @@ def learned_tasks(tasks: Iterable, base: str | Path, env: Any) -> list[str] | No
     meta = meta_of(Path(base).absolute())
     ids = set(tasks)
     if meta["recipe"].get("env") == env.settings["env"]:  # else its ids mean other tasks
-        known = meta.get("tasks") if of_same_world(meta["recipe"], env) else None
-        ids.update(known or [None])
+        before = meta.get("tasks") if of_same_world(meta["recipe"], env) else None
+        ids.update(before or [None])
     return None if None in ids else sorted(map(str, ids))
 
 

@@ -127,12 +127,8 @@ def protocol(config: Any, env: Any, sft: Path) -> dict[str, Any]:
     """What the numbers of a file mean, as far as its lines do not tell it (data/README.md)."""
     rendering = Rendering.load(sft, config)
     data = {n: content for n, content in env.settings["env_files"].items() if n != "instruction"}
-    told = {
-        "max_steps",
-        "instruction",
-        *data,
-    }  # max_steps has a field; the instruction is the agent's
-    options = [o for o in env.settings["env_option"] if o.partition("=")[0] not in told]
+    fields = {"max_steps", "instruction", *data}  # the instruction is the agent's
+    options = [o for o in env.settings["env_option"] if o.partition("=")[0] not in fields]
     return {
         "environment": config.env,
         "version": env.version,
@@ -153,16 +149,16 @@ def play(
     chat: Chat | None,
     models: Models,
     inputs: Inputs,
-    **found: Any,
+    **facts: Any,
 ) -> None:
     """Play this process's share of the tasks by each method of the plan, a line as each ends.
 
     A method has `settings()`, the fields that tell it apart, a name, its text, and `play`: from an
     environment, a task, the agent's Chat and the episodes that methods share, a generator of
     requests that returns the outcome. inputs: agent, QNet, and what else results are made from.
-    found: what was settled at run time.
+    facts: what was settled at run time.
     """
-    recipe = recipe_of(config.recipe() | env.settings | settled(config) | found, inputs)
+    recipe = recipe_of(config.recipe() | env.settings | settled(config) | facts, inputs)
     out = Output(config.out, config, recipe, inputs, identity)
     before = len(out.groups)
     width = config.in_flight or env.side_by_side

@@ -14,8 +14,8 @@ from qlass.server import Server, side_by_side
 class ServedQNet:
     """The scores of `QNet.score`, by a server of its weights (integrations/vllm_qnet.py)."""
 
-    def __init__(self, server: Server, chat: Chat, parallel: int = 64) -> None:
-        self.server = server
+    def __init__(self, url: str, chat: Chat, parallel: int = 64) -> None:
+        self.server = Server(url, "--qnet")
         self.chat = chat
         self.parallel = parallel
 

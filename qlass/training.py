@@ -72,19 +72,19 @@ def clip(model: nn.Module, loss: float, step: int, lr: float) -> None:
         raise UserError(f"{failure}: --overwrite and a lower --lr than {lr:g} start again")
 
 
-def is_trained(out: Path, config: Training, recipe: dict, inputs: runs.Inputs, first: bool) -> bool:
-    """Begin a checkpoint, or resume it. Whether it is complete already.
+def begin(out: Path, config: Training, recipe: dict, inputs: runs.Inputs, first: bool) -> bool:
+    """Begin a checkpoint, or resume it. Returns whether there is anything left to train.
 
     first: whether this is the first of several processes, which alone writes.
     """
     if first:
-        recipe.update(runs.claim(out, recipe, config.overwrite))
+        runs.claim(out, recipe, config.overwrite)
         if runs.is_there(out):
             print(f"{out}: is complete; --overwrite trains it again", flush=True)
         else:
             runs.write_meta(out, config, recipe, inputs)
     processes.wait()
-    return runs.is_there(out)
+    return not runs.is_there(out)
 
 
 class TrainingLog:

@@ -150,7 +150,7 @@ QUESTION = [("user", "How good is it to walk to the left here? " * 40)]  # some 
 ASK = {
     "sample": lambda url: ServerPolicy(url, CHAT).sample([request()]),
     "chat": lambda url: Server(url).chat(QUESTION),
-    "score": lambda url: ServedQNet(Server(url), CHAT).score([SIBLINGS]),
+    "score": lambda url: ServedQNet(url, CHAT).score([SIBLINGS]),
 }
 FAULTS = [  # no number may come from these: the message
     ("sample", choice("Action: left", read=3), f"reads 3 tokens of {LENGTH}: a short context or another model"),
@@ -273,7 +273,7 @@ def test_ctrl_c_stops_at_once(fake):
 def test_a_server_scores_as_the_local_qnet_and_siblings_in_one_call(fake):
     asked = [SIBLINGS, Score(STATE.then("Action: left", "you stand"), SIBLINGS.actions[:1])]
     fake.script += [told, 503, told]
-    for mine, local in zip(ServedQNet(Server(fake.url), CHAT).score(asked), NET.score(asked), strict=True):
+    for mine, local in zip(ServedQNet(fake.url, CHAT).score(asked), NET.score(asked), strict=True):
         assert mine == pytest.approx(local, abs=1e-6)
     assert sorted(len(body["input"]) for body in fake.seen) in ([1, 1, 3], [1, 3, 3])
 

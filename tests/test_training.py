@@ -104,23 +104,23 @@ def test_another_run_does_not_continue_this_one(tmp_path):
     out.mkdir()  # an empty folder waits for a checkpoint
     data.write_text("examples")
 
-    def is_trained(**more) -> bool:
+    def begin(**more) -> bool:
         config, inputs = dataclasses.replace(SETTINGS, run=tmp_path, **more), {"data": data}
-        return training.is_trained(out, config, recipe_of(config.recipe(), inputs), inputs, first=True)
+        return training.begin(out, config, recipe_of(config.recipe(), inputs), inputs, first=True)
 
-    assert not is_trained()
+    assert begin()
     with pytest.raises(Stopped):
         fit(tmp_path, [1.0] * 6, 5)
-    assert not is_trained(save_every=9, micro_tokens=5)  # what changes no weight may differ
+    assert begin(save_every=9, micro_tokens=5)  # what changes no weight may differ
     with pytest.raises(UserError, match="was begun with --lr"):
-        is_trained(lr=0.2)
+        begin(lr=0.2)
     data.write_text("others")
     with pytest.raises(UserError, match="--data that has changed"):
-        is_trained()
-    assert not is_trained(overwrite=True) and not states_of(out).exists()
+        begin()
+    assert begin(overwrite=True) and not states_of(out).exists()
     out.mkdir()
     (out / "config.json").touch()
-    assert is_trained()
+    assert not begin()
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):

@@ -21,7 +21,7 @@ import bellman
 import envs
 from experiments.qval.points import REFERENCES, exact
 from qlass import UserError
-from qlass.agent import load_agent, load_policy, load_qnet, loading
+from qlass.agent import load_agent, load_policy, loading
 from qlass.batching import Sample, Score, ask
 from qlass.chat import Rendering
 from qlass.config import Positive, Sampling
@@ -31,6 +31,7 @@ from qlass.pairs import pairs_of
 from qlass.policy import Policy
 from qlass.server import ChatPolicy
 from qlass.tiny import task_words
+from train_qnet import load_qnet
 
 Scores = Generator[Any, Any, list[float | None]]
 

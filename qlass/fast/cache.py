@@ -58,8 +58,8 @@ class Prompt:
     @property
     def family(self) -> tuple[int, bytes]:
         """Prompts of one family have the same cached turns or, without any, the same first turn."""
-        known = len(self.past)
-        return known, self.turns[max(known - 1, 0)].name
+        n = len(self.past)
+        return n, self.turns[max(n - 1, 0)].name
 
 
 class Row:
@@ -130,10 +130,10 @@ class PromptCache:
             name = hashlib.blake2b(parent + content, digest_size=16).digest()
             turns.append(Turn(name, parent, ids))
             parent = name
-        known = [turn.name for turn in turns[:-1] if turn.name in self._entries]
-        if known:
-            self._touch(known[-1])
-        past = [self._entries[name].tensor for name in known]
+        names = [turn.name for turn in turns[:-1] if turn.name in self._entries]
+        if names:
+            self._touch(names[-1])
+        past = [self._entries[name].tensor for name in names]
         return Prompt(list(itertools.chain(*messages)), turns, past)
 
     def _touch(self, name: bytes) -> None:
@@ -163,9 +163,9 @@ class PromptCache:
         self._shapes = [(tensor.shape[0], tensor.shape[2]) for tensor in layers]
         size = sum(tensor[:, 0].nbytes for tensor in layers)  # of a token
         for turn, path in row.turns.values():  # parents first
-            known = turn.name in self._entries
+            old = turn.name in self._entries
             orphan = turn.parent and turn.parent not in self._entries
-            if not known and not orphan and self._make_room(size * len(path)):
+            if not old and not orphan and self._make_room(size * len(path)):
                 columns = torch.tensor([row.column(token) for token in path], device=layers[0].device)
                 tensor = torch.cat([t[:, columns].transpose(0, 1).flatten(1) for t in layers], -1)
                 self._entries[turn.name] = Entry(tensor, turn.parent)

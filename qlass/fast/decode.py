@@ -200,10 +200,10 @@ class FastPolicy(Policy):
             rows.append(row)
         logits, past = self.cache.run(self.forward, self.model, rows, [-1])
 
-        known = max(row.cached for row in rows)
+        width = max(row.cached for row in rows)  # of the cache's columns
         seen = torch.zeros((len(rows), past.get_seq_length()), dtype=torch.bool)
         for row, columns in zip(rows, seen, strict=True):
-            columns[known - row.cached : known] = True
+            columns[width - row.cached : width] = True
             columns[-len(row) :] = True
         return Batch(self.model, past, seen), logits[:, 0]
 

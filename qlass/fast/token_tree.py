@@ -123,12 +123,12 @@ def tree_inputs(model: Any, trees: Sequence[TokenTree], past: Sequence[int] | No
     sees[:, :, before:].diagonal(dim1=-2, dim2=-1).fill_(True)  # padding sees itself, or softmax would be 0/0
     for row, (tree, cached) in enumerate(zip(trees, past, strict=True)):
         start = width - len(tree)
-        known = slice(before - cached, before)
+        cache = slice(before - cached, before)
         fresh = slice(before + start, None)
         ids[row, start:] = torch.tensor(tree.ids)
-        positions[row, known] = torch.arange(cached)
+        positions[row, cache] = torch.arange(cached)
         positions[row, fresh] = torch.tensor(tree.depth) + cached
-        sees[row, start:, known] = True
+        sees[row, start:, cache] = True
         sees[row, start:, fresh] = torch.from_numpy(tree.attention())
     positions = positions.to(device)
     at = positions[:, before:]
