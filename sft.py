@@ -20,7 +20,6 @@ from qlass import UserError, files, models, processes, published, runs  # isort:
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -33,7 +32,7 @@ import envs
 from qlass.agent import settled
 from qlass.chat import Chat, Rendering
 from qlass.config import Bounds, Natural, Positive, Training, free, read, run_stage
-from qlass.messages import State, react
+from qlass.messages import State
 from qlass.published import Demonstration
 from qlass.tiny import AIDS, tiny_model
 from qlass.training import TrainingLog, autocast, begin, clip, cosine, micro_batches, updates_of
@@ -54,38 +53,7 @@ class Config(Training):
     candidates: Literal["free", "valid"] = "free"  # what the agent may write
 
 
-# ------------------------------------------------------------------------------ expert trajectories
-
-
-def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
-    """Play the environment's expert through one task: a line of expert.jsonl."""
-    observation, info = env.reset(options={"task_id": task_id})
-    state = first = State.first(env, observation, info)
-    reward = 0.0
-    for thought, move in env.expert(task_id):
-        state, reward, done = state.act(env, react(thought, move))
-        if done:
-            break
-    if state is first:
-        raise UserError(f"{env.name}: its expert does nothing in task {task_id}")
-    messages = state.dump()[:-1]  # up to the last action
-    line = {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages}
-    return line | {"reward": reward}
-
-
-def collect(env: envs.TextEnv, config: Config) -> Path:
-    """Write what is missing of expert.jsonl: the first --n-expert training tasks."""
-    path = config.run / "expert.jsonl"
-    recipe = runs.recipe_of(env.settings, {})
-    out = runs.Output(path, config, recipe, {}, itemgetter("task_id"), alone=True)
-    tasks = env.task_ids("train")
-    if config.n_expert:
-        n = max(config.n_expert, len(out.groups))  # what is there stays
-        tasks = tasks[:n]
-    todo = out.missing(tasks)
-    out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(todo))
-    out.finish(tasks)
-    return path
+# ------------------------------------------------------------------------- examples to learn from
 
 
 def hold_out(expert: list[Demonstration]) -> tuple[list[Demonstration], list[Demonstration]]:
@@ -175,16 +143,12 @@ def train(
     epochs, batch_size = schedule(config, len(examples))
     dtype = models.PRECISIONS[precision]
     optimizer = models.adamw([(model, config.lr)], config.optim)
-    one_each = [1] * len(examples)
-    order = [updates_of(one_each, batch_size, config.seed, epoch) for epoch in range(epochs)]
-    steps = sum(map(len, order))
-    log = TrainingLog(out, model, optimizer, steps, config)  # where a stopped training was
-    for epoch in range(len(log.curve), epochs):
-        if log.is_over():
-            break
+    sizes = [1] * len(examples)
+    order = [updates_of(sizes, batch_size, config.seed, epoch) for epoch in range(epochs)]
+    log = TrainingLog(out, model, optimizer, order, config)  # where a stopped training was
+    for epoch in log.epochs_left():
         model.train()
-        done = len(log.updates)
-        for update in order[epoch][done:]:
+        for update in log.updates_left(epoch):
             batch = [examples[i] for i in update]
             n = sum(example.targets for example in batch)
             loss = 0.0
@@ -196,7 +160,7 @@ def train(
             loss = processes.summed(model, loss)
             clip(model, loss, log.step, config.lr)
             for parameters in optimizer.param_groups:
-                parameters["lr"] = config.lr * cosine(log.step, steps)
+                parameters["lr"] = config.lr * cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss, tokens=sum(map(len, batch)))
@@ -236,7 +200,7 @@ def load(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> tupl
             raise UserError("--lora: the tiny model is trained from scratch; name another --model")
         texts = (text for demonstration in expert for _, text in demonstration.state.messages)
         model, tokenizer = tiny_model(texts)
-        model.to(models.device_and_dtype(config.device)[0])
+        model.to(models.device_and_precision(config.device)[0])
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:
         model, chat = models.load_checkpoint(
@@ -249,8 +213,13 @@ def load(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> tupl
             precision=config.precision,
         )
     chat.rendering.candidates = config.candidates
-    memory = config.lora, config.lora_alpha, config.gradient_checkpointing
-    return model, chat, models.prepare_training(model, *memory)
+    adapter = models.prepare_training(
+        model,
+        rank=config.lora,
+        alpha=config.lora_alpha,
+        checkpointing=config.gradient_checkpointing,
+    )
+    return model, chat, adapter
 
 
 def tokenize(
@@ -281,14 +250,14 @@ def main(argv: list[str] | None = None) -> None:
     clone(read(Config, __doc__, argv), tokenize, sft_loss)
 
 
-def clone(config: Config, tokenize: Callable, loss_of: Callable) -> None:
-    """The stage, with these examples and this loss."""
+def clone(config: Config, make_examples: Callable, loss_of: Callable) -> None:
+    """The stage, with examples like those of `tokenize` and a loss like `sft_loss`."""
     env = envs.from_config(config)
     out = files.checkpoint_folder(config.out or config.run / "sft", config.model)
     with processes.together(out, config.device) as first:
         path = config.expert or config.run / "expert.jsonl"
         if config.expert is None and first:
-            collect(env, config)
+            published.collect(env, path, config)
         processes.wait()
         expert = published.read(path, env, config.n_expert)
         model, chat, adapter = load(config, env, expert)
@@ -296,7 +265,7 @@ def clone(config: Config, tokenize: Callable, loss_of: Callable) -> None:
             chat.rendering.agreement = env.agreement
         if config.expert:
             begin_as_demonstrated(chat, env, expert)
-        examples, validation = tokenize(chat, expert, config)
+        examples, validation = make_examples(chat, expert, config)
         facts = settled(config)
         inputs: runs.Inputs = {"expert": path}
         recipe = runs.recipe_of(config.recipe() | env.settings | facts, inputs)

@@ -154,8 +154,6 @@ def load_qnet(folder: Path, config: Any) -> Any:
 
 # ----------------------------------------------------------------------------------------- training
 
-LOSS_FROM = {"all": 0, "last": -1}  # the first token of (s, a) that carries the loss (Eq. 11: all)
-
 
 def family_loss(
     qnet: QNet, family: Sequence[Pair], loss_on: str = "all", rank_weight: float = 0.0
@@ -172,9 +170,11 @@ def family_loss(
     """
     losses, last = [], []
     for pair in family:
-        errors = qnet.values(pair.state, pair.action) - pair.q
-        losses.append(errors[LOSS_FROM[loss_on] :].square().mean())
+        errors = qnet.values(pair.state, pair.action) - pair.q  # (T,)
         last.append(errors[-1])
+        if loss_on == "last":
+            errors = errors[-1:]
+        losses.append(errors.square().mean())
     e = torch.stack(last)
     return torch.stack(losses).sum() + rank_weight * (e - e.mean()).square().sum()
 
@@ -210,7 +210,7 @@ def groups_of(chat: Chat, trees: list[Pairs], config: Config) -> list[Any]:
         else:
             from qlass.fast.packing import pack_pairs
 
-            groups += pack_pairs(chat, together, LOSS_FROM[config.loss_on], config.max_tokens)
+            groups += pack_pairs(chat, together, config.loss_on, config.max_tokens)
     return groups
 
 
@@ -240,15 +240,11 @@ def train(
     peaks = [parameters["lr"] for parameters in optimizer.param_groups]
     sizes = [len(group.pairs) for group in groups]
     order = [updates_of(sizes, config.batch, config.seed, epoch) for epoch in range(config.epochs)]
-    steps = sum(map(len, order))
-    log = TrainingLog(out, qnet, optimizer, steps, config)  # where a stopped training was
+    log = TrainingLog(out, qnet, optimizer, order, config)  # where a stopped training was
     budget = 1 if config.plain else config.micro_tokens  # plain: one group at a time
-    for epoch in range(len(log.curve), config.epochs):
-        if log.is_over():
-            break
+    for epoch in log.epochs_left():
         qnet.train()
-        done = len(log.updates)
-        for update in order[epoch][done:]:
+        for update in log.updates_left(epoch):
             batch = [groups[i] for i in update]
             n = sum(len(group.pairs) for group in batch)
             loss = 0.0
@@ -260,7 +256,7 @@ def train(
             loss = processes.summed(qnet, loss)
             clip(qnet, loss, log.step, config.lr)
             for parameters, peak in zip(optimizer.param_groups, peaks, strict=True):
-                parameters["lr"] = peak * cosine(log.step, steps)
+                parameters["lr"] = peak * cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss, tokens=sum(group.tokens for group in batch))
@@ -288,8 +284,12 @@ def load(sft: Path, config: Config) -> tuple[QNet, Any]:
     options = agent.loading(sft, config)
     backbone, chat = models.load_checkpoint(sft, AutoModel, train=all_weights, **options)
     qnet = QNet(backbone, chat)
-    memory = config.lora, config.lora_alpha, config.gradient_checkpointing
-    adapter = models.prepare_training(backbone, *memory)
+    adapter = models.prepare_training(
+        backbone,
+        rank=config.lora,
+        alpha=config.lora_alpha,
+        checkpointing=config.gradient_checkpointing,
+    )
     if config.freeze:
         backbone.requires_grad_(False)
     return qnet, adapter

@@ -47,9 +47,9 @@ from qlass.messages import State, react, uniforms
 from qlass.models import load_checkpoint
 from qlass.pairs import Pair, pairs_of
 from qlass.policy import Policy
+from qlass.published import demonstrate
 from qlass.tiny import AIDS, tiny_model
-from sft import demonstrate
-from train_qnet import LOSS_FROM, QNet, family_loss, scorer
+from train_qnet import QNet, family_loss, scorer
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 TEXT = 17  # tokens of a demonstration's mean action
@@ -209,7 +209,7 @@ def packed(net: QNet, trees: list[list[Pair]]) -> int:
     """The same."""
     tokens = 0
     for pairs in trees:
-        packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], LOSS_FROM["all"], max_tokens=1024))
+        packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], "all", max_tokens=1024))
         tokens += sum(len(pack.tree) for pack in packs)
         for group in batches(packs, lambda pack: len(pack.tree), 2048):
             packed_loss(net, [packs[i] for i in group]).backward()

@@ -27,7 +27,7 @@ from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.files import read_trees
 from qlass.messages import State
 from qlass.pairs import pairs_of
-from train_qnet import LOSS_FROM, QNet
+from train_qnet import QNet
 
 GPU = torch.cuda.is_available()
 LLAMA_2_7B = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
@@ -43,10 +43,10 @@ def make_model(folder: Path) -> None:
     tokenizer = random_agent(envs.make("webshop"), "free")[1].tokenizer
     ends = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     config = transformers.LlamaConfig(**(LLAMA_2_7B if GPU else SMALL) | ends)
-    where, dtype = models.device_and_dtype(None)
+    where, precision = models.device_and_precision(None)
     torch.manual_seed(0)
     with where:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=models.PRECISIONS[precision])
     models.save_checkpoint(model, Chat(tokenizer, Rendering()), folder)
 
 
@@ -107,7 +107,7 @@ def training(
     qnet = QNet(backbone, chat).train()
     optimizer = models.adamw([(qnet, 1e-5)], optim)
     pairs = [[pair] for tree in read_trees(run / "q_labels.jsonl", ["q", "messages"]) for pair in pairs_of(tree)]
-    largest = max(pack_pairs(chat, pairs, LOSS_FROM["all"], MICRO // 2), key=lambda pack: len(pack.tree))
+    largest = max(pack_pairs(chat, pairs, "all", MICRO // 2), key=lambda pack: len(pack.tree))
     packs = [largest] * max(1, MICRO // len(largest.tree))
 
     def update() -> None:

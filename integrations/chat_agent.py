@@ -37,9 +37,9 @@ from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, any_of
 from qlass.config import Natural, Positive, Real, Run, free, read, run_stage
 from qlass.messages import State, react, uniforms
+from qlass.published import demonstrate
 from qlass.results import Episode, describe
 from qlass.server import Server
-from sft import demonstrate
 
 THOUGHT_END = re.compile(r"</think>|\[/THINK\]|<\|channel\|>final<\|message\|>")
 MARK = re.compile(r"<think>|\[THINK\]|<\|")  # a thought that has no end; what follows harmony's message

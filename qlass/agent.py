@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from qlass.chat import Rendering
 from qlass.config import Sampling
 from qlass.files import warn
-from qlass.models import device_and_dtype, load_chat, load_checkpoint, precision_of
+from qlass.models import device_and_precision, load_chat, load_checkpoint
 from qlass.policy import Policy
 
 
@@ -62,8 +62,8 @@ def settled(config: Any) -> dict[str, Any]:
     must not mix a GPU's numbers and a CPU's, nor two models'."""
     facts: dict[str, Any] = {}
     if hasattr(config, "device"):  # a chat model has none here
-        dtype = device_and_dtype(config.device, getattr(config, "precision", None))[1]
-        facts["precision"] = precision_of(dtype)
+        named = getattr(config, "precision", None)
+        facts["precision"] = device_and_precision(config.device, named)[1]
     if getattr(config, "server", None):
         from qlass.server import Server
 

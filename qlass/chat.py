@@ -125,11 +125,14 @@ class Chat:
             prompts = [self._render(["user", *["assistant", "user"] * n]) for n in range(4)]
         except jinja2.TemplateError as error:
             raise UserError(f"its chat template fails: {error}{WAY_OUT}") from error
-        self.begin, ask, after, last = [*prompts[1], *[""] * 4][:4]
+        problem = "its chat template does not show all turns alike" + WAY_OUT
+        if len(prompts[1]) != 4:  # around the contents of three messages
+            raise UserError(problem)
+        self.begin, ask, after, last = prompts[1]
         alike = prompts == [[self.begin, *[ask, after] * n, last] for n in range(4)]
         # A prompt may end before an answer's own space, or go on (<think></think>).
         if not alike or not (ask.startswith(last) or last.startswith(ask)):
-            raise UserError("its chat template does not show all turns alike" + WAY_OUT)
+            raise UserError(problem)
         self.system = []
         with contextlib.suppress(jinja2.TemplateError):  # it may refuse a system message
             strings = self._render(["system", *["user", "assistant"] * 3, "user"])

@@ -32,7 +32,7 @@ utils.logging.set_verbosity_error()  # `refuse_other_weights` reads the load rep
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[Any, torch.dtype]:
+def device_and_precision(device: str | None, precision: str | None = None) -> tuple[Any, str]:
     """device: None for this process's GPU or, without any, the CPU. precision: None for bf16 on a
     GPU and float32 on a CPU, of which few have bf16 arithmetic."""
     if device is None and torch.cuda.is_available():
@@ -42,12 +42,7 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
     except (AssertionError, RuntimeError) as error:  # no such device, or torch is without it
         reason = str(error).split("\n")[0]
         raise UserError(f"--device {device}: {reason}; leave it out") from None
-    return place, PRECISIONS[precision or ("bf16" if place.type == "cuda" else "float32")]
-
-
-def precision_of(dtype: torch.dtype) -> str:
-    """The name of a dtype in PRECISIONS."""
-    return next(name for name in PRECISIONS if PRECISIONS[name] == dtype)
+    return place, precision or ("bf16" if place.type == "cuda" else "float32")
 
 
 # ---------------------------------------------------------------------------------------- loading
@@ -76,8 +71,8 @@ def load_checkpoint(
         from qlass import lora
 
         lora.refuse_unmerged(path, adapters)
-    place, dtype = device_and_dtype(device, precision)
-    options: dict[str, Any] = {"dtype": torch.float32 if train else dtype}
+    place, precision = device_and_precision(device, precision)
+    options: dict[str, Any] = {"dtype": torch.float32 if train else PRECISIONS[precision]}
     # A number, as Accelerate compares it with that of weights in few bits.
     options["device_map"] = {"": place.index if place.type == "cuda" else place}
     if load_in:

@@ -1,4 +1,4 @@
-"""Demonstrations, the environment's own or people's: each file is read here, into one layout.
+"""Demonstrations: played by the environment's expert, or read from people's files into one layout.
 
 ETO, QLASS and AgentGym publish `conversations` of {"from", "value"}, as a JSON list or as JSON
 Lines, perhaps with a `system` text; ours are `messages`. data/README.md shows a line of each.
@@ -10,13 +10,14 @@ import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from qlass import UserError
 from qlass.files import records_of, warn
-from qlass.messages import State, without_thinking
-from qlass.runs import input_of, meta_of
+from qlass.messages import State, react, without_thinking
+from qlass.runs import Output, input_of, meta_of, recipe_of
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
 FIRST = {"system": "system", "instruction": "user", "agreement": "assistant"}  # whose first text
@@ -52,6 +53,36 @@ class Demonstration:
     def observation(self) -> str:
         """The first one."""
         return self.texts("user")[self.agreed].strip()
+
+
+def demonstrate(env: Any, task_id: str) -> dict:
+    """Play the environment's expert through one task: a line of expert.jsonl."""
+    observation, info = env.reset(options={"task_id": task_id})
+    state = State.first(env, observation, info)
+    reward, steps = 0.0, 0
+    for thought, move in env.expert(task_id):
+        state, reward, done = state.act(env, react(thought, move))
+        steps += 1
+        if done:
+            break
+    if not steps:
+        raise UserError(f"{env.name}: its expert does nothing in task {task_id}")
+    messages = state.dump()[:-1]  # up to the last action
+    line = {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages}
+    return line | {"reward": reward}
+
+
+def collect(env: Any, path: Path, config: Any) -> None:
+    """Write what is missing of a file of demonstrations: the first --n-expert training tasks."""
+    recipe = recipe_of(env.settings, {})
+    out = Output(path, config, recipe, {}, itemgetter("task_id"), alone=True)
+    tasks = env.task_ids("train")
+    if config.n_expert:
+        n = max(config.n_expert, len(out.groups))  # a file that has more keeps them
+        tasks = tasks[:n]
+    todo = out.missing(tasks)
+    out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(todo))
+    out.finish(tasks)
 
 
 def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:

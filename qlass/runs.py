@@ -115,14 +115,18 @@ def claim(output: Path, recipe: dict, overwrite: bool, may_change: Sequence[str]
     if not begun and (begun_parts or is_there(output)):
         reason = "not of this command, which leaves a .meta.json beside it"
         raise UserError(f"{output}: {reason}: move it, or name it as an input")
-    for name in dict.fromkeys([*begun, *recipe]) if begun else ():
+    if not begun:
+        return recipe
+    for name in begun | recipe:
         before, now = begun.get(name), recipe.get(name)
-        no_q = name in ("qnet", "qnet_model") and (name not in begun or name not in recipe)
-        if before != now and name not in may_change and not no_q:  # a search without Q has no QNet
-            hashed = isinstance(now, str) and len(now) == 64
-            text = "that has changed or is another" if hashed else f"{before}, not {now}"
-            way_out = "--overwrite starts again, another --out or --run keeps both"
-            raise UserError(f"{output} was begun with {flag(name)} {text}: {way_out}")
+        if before == now or name in may_change:
+            continue
+        if name in ("qnet", "qnet_model") and not (name in begun and name in recipe):
+            continue  # a search without Q has no QNet
+        hashed = isinstance(now, str) and len(now) == 64
+        text = "that has changed or is another" if hashed else f"{before}, not {now}"
+        way_out = "--overwrite starts again, another --out or --run keeps both"
+        raise UserError(f"{output} was begun with {flag(name)} {text}: {way_out}")
     return begun | recipe
 
 

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,10 +95,18 @@ class TrainingLog:
     """
 
     def __init__(
-        self, out: Path, model: nn.Module, optimizer: Any, steps: int, config: Training
+        self,
+        out: Path,
+        model: nn.Module,
+        optimizer: Any,
+        order: list[list[list[int]]],
+        config: Training,
     ) -> None:
-        """Resumes from the last state, if there is one. steps: updates of all epochs."""
+        """Resumes from the last state, if there is one. order: the updates of each epoch, as
+        `updates_of` gives them."""
         self.model, self.optimizer, self.config = model, optimizer, config
+        self.order = order
+        self.steps = sum(map(len, order))  # updates of all epochs
         self.states = runs.states_of(out)
         self.lines: list[dict] = []
         if (self.states / "last.pt").exists():
@@ -110,7 +118,7 @@ class TrainingLog:
         self.file.writelines(map(files.dumps, self.lines))
         every = 0.1 if sys.stderr.isatty() else 30  # seconds; off a terminal a report is a line
         shown: Any = {"initial": self.step, "disable": not self.first, "mininterval": every}
-        self.bar = tqdm(None, out.name, steps, **shown)
+        self.bar = tqdm(None, out.name, self.steps, **shown)
 
     @property
     def step(self) -> int:
@@ -137,9 +145,15 @@ class TrainingLog:
             return len(losses)
         return losses.index(min(losses)) + 1
 
-    def is_over(self) -> bool:
-        """Whether --patience epochs have brought no better validation."""
-        return len(self.curve) >= self.best + self.config.patience
+    def epochs_left(self) -> Iterator[int]:
+        """The epochs to do, from 0, until --patience of them bring no better validation."""
+        while len(self.curve) < min(len(self.order), self.best + self.config.patience):
+            yield len(self.curve)
+
+    def updates_left(self, epoch: int) -> list[list[int]]:
+        """What is left to do of the epoch at hand."""
+        done = len(self.updates)
+        return self.order[epoch][done:]
 
     def end_update(self, loss: float, tokens: int) -> None:
         """tokens: of the update's examples, without padding."""

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 import build_trees
 import envs
-import sft
 from build_trees import Explorer
 from docs.switches import Switches
 from environments import check
 from experiments import compare, drive_in_order
-from qlass import UserError, presets
+from qlass import UserError, presets, published
 from qlass.chat import Rendering
 from qlass.config import Sampling, run_stage
 from qlass.files import read_jsonl
@@ -387,6 +386,6 @@ def test_numbers_of_numpy_become_pythons():
 
 def test_a_player_against_the_rules_in_some_task_is_named():
     idle = type("Own", (Switches,), IDLE)()
-    for play in (sft.demonstrate, compare.Player("expert").episode):
+    for play in (published.demonstrate, compare.Player("expert").episode):
         with pytest.raises(UserError, match=r"own: (its )?expert does nothing in task red"):
             play(idle, "red")

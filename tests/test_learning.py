@@ -4,10 +4,9 @@ import pytest
 import torch
 from fakes import FakeEnv, dump, save_agent, tiny_lm, word_chat
 
-import sft
 from experiments import eto, ppo, tree_grpo
 from experiments.learning import Learner
-from qlass import UserError
+from qlass import UserError, published
 from qlass.agent import load_policy
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl
@@ -19,7 +18,7 @@ FLAGS = {tree_grpo: GROUPS, ppo: [*GROUPS, "--warm-up", "0"], eto: ["--batch-tas
 @pytest.fixture
 def train(fake_world, agent, tmp_path):
     """Trains in a folder of that name; returns the lines of updates.jsonl."""
-    expert = dump([sft.demonstrate(FakeEnv(), task) for task in FakeEnv().task_ids("train")])
+    expert = dump([published.demonstrate(FakeEnv(), task) for task in FakeEnv().task_ids("train")])
 
     def start(learner, folder, budget, *flags, sft=agent):
         run = tmp_path / folder

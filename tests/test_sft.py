@@ -13,7 +13,7 @@ import torch
 from fakes import FakeEnv, settings_of, tiny_lm, word_chat
 
 import sft
-from qlass import UserError
+from qlass import UserError, published
 from qlass.agent import begin_as_cloned, load_policy
 from qlass.chat import Rendering
 from qlass.config import Run
@@ -130,7 +130,7 @@ ETO = {"id": "webshop_1", "conversations": [{"from": role, "value": text} for ro
 
 
 def test_a_demonstration_ends_with_the_experts_last_action():
-    record = sft.demonstrate(FakeEnv(), "train0")
+    record = published.demonstrate(FakeEnv(), "train0")
     right, seen = "Thought: this way\nAction: right", "Observation: you stand at start right"
     contents = ["walk", "OK", "you stand at start", right, seen, right, f"{seen} right", right]
     assert [m["content"] for m in record["messages"]] == contents

@@ -48,18 +48,16 @@ def fit(folder: Path, scores: list[float | None], stop: int | None = None, spoil
     optimizer = adamw([(model, config.lr)])
     folder.mkdir(exist_ok=True)
     order = [updates_of([1] * 10, config.batch, config.seed, epoch) for epoch in range(6)]
-    log = TrainingLog(folder / "model", model, optimizer, 24, config)
+    log = TrainingLog(folder / "model", model, optimizer, order, config)
     weights = []  # after each epoch
-    for epoch in range(len(log.curve), 6):
-        if log.is_over():
-            break
-        for update in order[epoch][len(log.updates) :]:
+    for epoch in log.epochs_left():
+        for update in log.updates_left(epoch):
             if log.step == stop:
                 raise Stopped
             loss = (model(data[update]) - 1).square().mean() * (float("nan") if log.step == spoil else 1)
             loss.backward()
             clip(model, loss.item(), log.step, config.lr)
-            optimizer.param_groups[0]["lr"] = config.lr * cosine(log.step, 24)
+            optimizer.param_groups[0]["lr"] = config.lr * cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss.item(), tokens=len(update))

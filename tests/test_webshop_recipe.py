@@ -6,14 +6,14 @@ import build_trees
 import envs
 import q_search
 import sft
-from qlass.published import by_task, read
+from qlass.published import by_task, demonstrate, read
 
 INSTRUCTION = "You are web shopping.\nAn action is search[keywords] or click[value]."
 
 
 def eto(env, task_id):
     """A trajectory as ETO publishes it."""
-    speakers, messages = {"user": "human", "assistant": "gpt"}, sft.demonstrate(env, task_id)["messages"]
+    speakers, messages = {"user": "human", "assistant": "gpt"}, demonstrate(env, task_id)["messages"]
     turns = [{"from": speakers[m["role"]], "value": m["content"]} for m in messages]
     return {"id": int(task_id), "conversations": turns}
 
@@ -39,9 +39,9 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
     sft.main([*flags, "--expert", str(tmp_path / "eto.json"), "--epochs", "2"])
     build_trees.main([*flags, "--tasks", "cloned", "--rollouts", "2"])
     trees = [json.loads(line) for line in (tmp_path / "trees.jsonl").read_text().splitlines()]
-    published = by_task(expert, env)
+    best = by_task(expert, env)
     for root in (node for node in trees if node["parent_id"] is None):  # tau_0 is the file's, by the number of its goal
         shown = [n["action"] for n in trees if n["task_id"] == root["task_id"] and n["expert"]]
-        assert shown == published[root["task_id"]].actions
+        assert shown == best[root["task_id"]].actions
     q_search.main([*flags, "--method", "greedy", "--max-steps", "4", "--skip", "0"])
     assert "over 2 test tasks" in capsys.readouterr().out

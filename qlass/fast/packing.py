@@ -46,10 +46,10 @@ class PackedPairs:
 Family = list[tuple[Any, list[int]]]  # pairs that stay together, each with the place of its tokens in a tree
 
 
-def pack_pairs(chat: Chat, families: Sequence[Sequence[Any]], first: int, max_tokens: int) -> Iterator[PackedPairs]:
+def pack_pairs(chat: Chat, families: Sequence[Sequence[Any]], loss_on: str, max_tokens: int) -> Iterator[PackedPairs]:
     """A tree's pairs, in token trees of at most `max_tokens` each (or of one family that is longer).
 
-    families: pairs that stay together. first: of the tokens of (s, a) that carry the loss, 0 (all) or -1 (the last).
+    families: pairs that stay together. loss_on: "all" tokens of (s, a), or the "last".
     """
     tree = TokenTree()
     group: list[Family] = []
@@ -59,20 +59,20 @@ def pack_pairs(chat: Chat, families: Sequence[Sequence[Any]], first: int, max_to
             prompt = chat.prompt(pair.state)
             texts.append(prompt + chat.action(pair.action, pair.state.task, len(prompt)))
         if group and len(tree) + tree.growth(*texts) > max_tokens:
-            yield pack(tree, group, first)
+            yield pack(tree, group, loss_on)
             tree = TokenTree()
             group = []
         group.append([(pair, tree.add(ids)) for pair, ids in zip(family, texts, strict=True)])
     if group:
-        yield pack(tree, group, first)
+        yield pack(tree, group, loss_on)
 
 
-def pack(tree: TokenTree, group: Sequence[Family], first: int) -> PackedPairs:
+def pack(tree: TokenTree, group: Sequence[Family], loss_on: str) -> PackedPairs:
     members = list(itertools.chain(*group))
     weight = np.zeros(len(tree))
     weighted_q = np.zeros(len(tree))
     for pair, path in members:
-        trained = path[first:]
+        trained = path[-1:] if loss_on == "last" else path
         weight[trained] += 1 / len(trained)  # w_i = 1 / n_i
         weighted_q[trained] += pair.q / len(trained)
     pairs = tuple(pair for pair, _ in members)
