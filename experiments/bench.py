@@ -211,7 +211,7 @@ def packed(net: QNet, trees: list[list[Pair]]) -> int:
     for pairs in trees:
         packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], "all", max_tokens=1024))
         tokens += sum(len(pack.tree) for pack in packs)
-        for group in batches(packs, lambda pack: len(pack.tree), 2048):
+        for group in batches([len(pack.tree) for pack in packs], 2048):
             packed_loss(net, [packs[i] for i in group]).backward()
     return tokens
 

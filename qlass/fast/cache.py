@@ -75,9 +75,10 @@ class Row:
     def __len__(self) -> int:
         return len(self.tree)
 
-    def column(self, token: int) -> int:
-        """Where a token of the tree is in a batch, in which all trees end at the last column, -1."""
-        return token - len(self)
+    def columns(self, path: Places) -> Places:
+        """Where tokens of the tree are in a batch, in which all trees end at the last column, -1."""
+        size = len(self.tree)
+        return [token - size for token in path]
 
     def size_with(self, prompt: Prompt, tails: Sequence[Tokens]) -> int:
         """How many tokens the tree would have at most."""
@@ -166,7 +167,7 @@ class PromptCache:
             old = turn.name in self._entries
             orphan = turn.parent and turn.parent not in self._entries
             if not old and not orphan and self._make_room(size * len(path)):
-                columns = torch.tensor([row.column(token) for token in path], device=layers[0].device)
+                columns = torch.tensor(row.columns(path), device=layers[0].device)
                 tensor = torch.cat([t[:, columns].transpose(0, 1).flatten(1) for t in layers], -1)
                 self._entries[turn.name] = Entry(tensor, turn.parent)
                 self.used += tensor.nbytes
@@ -191,7 +192,7 @@ class PromptCache:
         while waiting:
             rows, waiting = self.rows(questions, waiting)
             # First reads are long and later ones short: side by side, half of what the model computes would be padding.
-            for group in batches(rows, len, budget, before=lambda row: row.cached, like=self.LIKE):
+            for group in batches(list(map(len, rows)), budget, [row.cached for row in rows], self.LIKE):
                 yield from self._read(forward, model, [rows[i] for i in group])
 
     def rows(self, questions: Sequence[Question], numbers: Sequence[int]) -> tuple[list[Row], list[int]]:
@@ -219,13 +220,13 @@ class PromptCache:
         needed: set[int] = set()
         for row in rows:
             for path in itertools.chain(*row.paths.values()):
-                needed.update(map(row.column, path))
+                needed.update(row.columns(path))
         columns = sorted(needed)
         outputs, _ = self.run(forward, model, rows, columns)
         place = {column: i for i, column in enumerate(columns)}
         for row, out in zip(rows, outputs, strict=True):
             for number, paths in row.paths.items():
-                yield Reading(number, out, [[place[row.column(token)] for token in path] for path in paths])
+                yield Reading(number, out, [[place[column] for column in row.columns(path)] for path in paths])
 
     def run(self, forward: Forward, model: Any, rows: Sequence[Row], columns: Places) -> tuple[Any, DynamicCache]:
         """Read rows in one pass, and keep what is new. Returns outputs (B, len(columns), ...) and the batch's cache."""

@@ -158,14 +158,13 @@ class FastPolicy(Policy):
         """Free text. Requests whose prompts are of like length are answered side by side."""
         self.cache.round += 1
         prompts = [self.cache.prompt(self.chat.prompt_tokens(r.state)) for r in requests]
-        room = self.chat.rendering.max_new_tokens
-        lengths = [len(prompt.ids) + room for prompt in prompts]
+        lengths = [len(prompt.ids) + self.chat.rendering.max_new_tokens for prompt in prompts]
+        budget = self.budget // max((r.n for r in requests), default=1)
         answers: dict[int, list[Candidate]] = {}
-        every = range(len(requests))
-        for group in batches(every, lengths.__getitem__, self.budget, lambda i: requests[i].n):
+        for group in batches(lengths, budget):
             drawn = self.decode([prompts[i] for i in group], [requests[i] for i in group])
             answers.update(zip(group, drawn, strict=True))
-        return [answers[i] for i in every]
+        return [answers[i] for i in range(len(requests))]
 
     @torch.inference_mode()
     def decode(self, prompts: list[Prompt], requests: list[Sample]) -> list[list[Candidate]]:

@@ -6,7 +6,7 @@ since positions are depths and the mask lets a token see its ancestors alone; at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,27 +137,26 @@ def tree_inputs(model: Any, trees: Sequence[TokenTree], past: Sequence[int] | No
 
 
 def batches(
-    items: Sequence[Any], length: Callable[[Any], int], budget: int, rows: Callable[[Any], int] = lambda _: 1,
-    before: Callable[[Any], int] = lambda _: 0, like: float = 0.0,
-) -> Iterator[list[int]]:  # fmt: skip
+    lengths: Sequence[int], budget: int, before: Sequence[int] | None = None, like: float = 0.0
+) -> Iterator[list[int]]:
     """Indices of items of like length, in groups whose padded size stays within `budget` tokens (or of one item).
 
-    before: tokens of an item that only take room, as what a cache knows of it, padded by themselves. like: of a group's
-    longest item, the shortest has at least this share.
+    before: tokens of each item that only take room, as what a cache knows of it, padded by themselves. like: of a
+    group's longest item, the shortest has at least this share.
     """
+    before = before or [0] * len(lengths)
     group: list[int] = []
-    longest = height = width = 0  # tokens of its first item, rows, and tokens before them
-    for i in sorted(range(len(items)), key=lambda i: -length(items[i])):
-        item = items[i]
-        full = (longest + max(width, before(item))) * (height + rows(item)) > budget
-        if group and (full or length(item) < like * longest):
+    longest = most = 0  # tokens of the group's items, and before them
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        wide = max(most, before[i])
+        full = (longest + wide) * (len(group) + 1) > budget
+        if group and (full or lengths[i] < like * longest):
             yield group
             group = []
         if not group:
-            longest = length(item)
-            height = width = 0
+            longest = lengths[i]
+            wide = before[i]
         group.append(i)
-        height += rows(item)
-        width = max(width, before(item))
+        most = wide
     if group:
         yield group
