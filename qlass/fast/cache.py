@@ -45,15 +45,11 @@ class Turn(NamedTuple):
 
 @dataclasses.dataclass
 class Prompt:
-    """A prompt's tokens; keys and values of its first `cached` ones are in `past`, its last turn is always fresh."""
+    """A prompt. The cache may know its first turns, but its last one is always read again."""
 
     ids: Tokens
     turns: list[Turn]
-    past: list[Tensor]  # of the cached turns: (tokens, features of all layers) each
-
-    @property
-    def cached(self) -> int:
-        return sum(map(len, self.past))
+    past: list[Tensor]  # keys and values of the first turns: (tokens, features of all layers) each
 
     @property
     def family(self) -> tuple[int, bytes]:
@@ -67,7 +63,7 @@ class Row:
 
     def __init__(self, prompt: Prompt) -> None:
         self.past = prompt.past
-        self.cached = prompt.cached
+        self.cached = sum(map(len, self.past))  # tokens
         self.tree = TokenTree()
         self.turns: dict[bytes, tuple[Turn, Places]] = {}  # by name: where in the tree its tokens are
         self.paths: dict[int, list[Places]] = {}  # by the number of a question: as in its Reading, but in the tree
