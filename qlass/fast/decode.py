@@ -169,7 +169,9 @@ class FastPolicy(Policy):
     @torch.inference_mode()
     def decode(self, prompts: list[Prompt], requests: list[Sample]) -> list[list[Candidate]]:
         """The candidates of each prompt, all side by side."""
-        rows, noise, temperature = [], [], []
+        rows: list[int] = []
+        noise: list[np.ndarray] = []
+        temperature: list[float] = []
         for i, request in enumerate(requests):
             for k in range(request.n):
                 rows.append(i)
