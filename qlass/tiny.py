@@ -57,7 +57,8 @@ class Aids:
     def opening(self, messages: Sequence[Message]) -> int:
         """How many messages stand before the task's: instruction and agreement, or none. No system
         message is among them."""
-        return 2 * ([*messages[1:2]] == [("assistant", self.rendering.agreement or "OK")])
+        agreed = ("assistant", self.rendering.agreement or "OK")
+        return 2 if len(messages) > 1 and messages[1] == agreed else 0
 
     def mark(self, text: str, task: str) -> str:
         return mark(text, task) if self.rendering.mark_matches else text
@@ -68,9 +69,11 @@ class Aids:
     def show(self, messages: list[Message], task: str) -> list[Message]:
         """The messages as the model reads them; none is a system message."""
         compact = self.rendering.compact
-        messages = messages[self.opening(messages) if compact else 0 :]
+        if compact:
+            messages = messages[self.opening(messages) :]
         if self.rendering.markov:
-            messages = messages[-2:] if messages[-1][0] == "assistant" else messages[-1:]
+            role, _ = messages[-1]
+            messages = messages[-2:] if role == "assistant" else messages[-1:]
         shown: list[Message] = []
         pages = set()
         for role, content in messages:
@@ -88,17 +91,20 @@ class Aids:
         after the agreement."""
         if not self.rendering.markov:
             return [len(messages)]
-        system = messages[0][0] == "system"
-        first = system + self.opening(messages[system:]) + 2
-        return [n for n in range(first, len(messages) + 1) if messages[n - 1][0] == "assistant"]
+        system = 1 if messages[0][0] == "system" else 0
+        first = system + self.opening(messages[system:]) + 1  # the first action's index
+        roles = [role for role, _ in messages]
+        return [i + 1 for i in range(first, len(roles)) if roles[i] == "assistant"]
 
 
 # What its checkpoint's Rendering says.
-AIDS: Any = {"mark_matches": True, "compact": True, "candidates": "valid", "stop": ()}
-AIDS |= {"temperature": 1.0, "max_new_tokens": 48}
-SIZE: Any = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
-SIZE |= {"num_attention_heads": 2, "max_position_embeddings": 4096}
-SIZE |= {"tie_word_embeddings": True, "initializer_range": 0.06}
+AIDS: Any = dict(
+    mark_matches=True, compact=True, candidates="valid", stop=(), temperature=1.0, max_new_tokens=48
+)
+SIZE: Any = dict(
+    hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=2,
+    max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.06,
+)  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '<user>' + m.content + '\n' }}"
     "{% else %}{{ m.content + '<end>' }}{% endif %}{% endfor %}"
