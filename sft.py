@@ -164,6 +164,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss, tokens=sum(map(len, batch)))
+        log.save("last.pt")  # an epoch whose validation fails is not trained again
         with autocast(model, dtype):
             log.end_epoch(validate(model, validation, config.micro_tokens))
     return log.finish()

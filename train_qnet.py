@@ -242,6 +242,8 @@ def train(
     order = [updates_of(sizes, config.batch, config.seed, epoch) for epoch in range(config.epochs)]
     log = TrainingLog(out, qnet, optimizer, order, config)  # where a stopped training was
     budget = 1 if config.plain else config.micro_tokens  # plain: one group at a time
+    if log.step == 0:
+        rank(qnet, held_out, config, dtype)  # what can't run fails before an epoch is trained
     for epoch in log.epochs_left():
         qnet.train()
         for update in log.updates_left(epoch):
@@ -260,11 +262,17 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss, tokens=sum(group.tokens for group in batch))
-        with autocast(qnet, dtype):
-            reader = scorer(qnet.eval(), config.plain, cache_gb=2.0)  # beside a training's moments
-            ranks = ranking(reader.score, held_out)
+        log.save("last.pt")  # an epoch whose ranking fails is not trained again
+        ranks = rank(qnet, held_out, config, dtype)
         log.end_epoch(watched(ranks, held_out, config), held_out=ranks)
     return log.finish()
+
+
+def rank(qnet: QNet, held_out: list[Pairs], config: Config, dtype: torch.dtype) -> dict[str, Any]:
+    """The `ranking` of held-out trees by the weights at hand."""
+    with autocast(qnet, dtype):
+        reader = scorer(qnet.eval(), config.plain, cache_gb=2.0)  # beside a training's moments
+        return ranking(reader.score, held_out)
 
 
 def watched(ranks: dict[str, Any], held_out: list[Pairs], config: Config) -> float | None:

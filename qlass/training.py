@@ -175,7 +175,6 @@ class TrainingLog:
         self.write(self.step, epoch=epoch, loss=mean, **figures, validation=validation)
         if validation is not None and self.best == epoch:
             self.save("best.pt")
-        self.save("last.pt")
 
     def finish(self) -> dict[str, Any]:
         """Give the model the best epoch's weights. Returns figures for the metadata."""

@@ -8,7 +8,7 @@ from fakes import word_chat
 from qlass import UserError
 from qlass.agent import load_policy
 from qlass.batching import Sample
-from qlass.fast import parity
+from qlass.fast import cache, parity
 from qlass.fast.token_tree import windows_of
 from qlass.foreign import check_cache
 from qlass.messages import State
@@ -23,6 +23,7 @@ SWA, FULL = "sliding_attention", "full_attention"
 MODELS = {  # by model type: what its config needs besides
     "llama4_text": {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 64},  # chunks
     "gemma3_text": {"layer_types": [SWA, FULL] * 2},
+    "gemma4_text": {"layer_types": [SWA, FULL] * 2, "num_kv_shared_layers": 2, "global_head_dim": 16},
     "gpt_oss": {"layer_types": [SWA, FULL] * 2},  # experts too
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 4, "num_heads": 4},
     "lfm2": {"layer_types": ["conv", FULL] * 2},
@@ -49,6 +50,12 @@ def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
     if any(windows.values()):
         monkeypatch.setattr("qlass.fast.token_tree.windows_of", lambda config: dict.fromkeys(windows, 0))
         assert "differ from plain ones" in parity.fault(model)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama", 4), ("gemma4_text", 2)])
+def test_keys_and_values_are_measured_in_a_filled_cache(name, layers):
+    """Two heads of 16 numbers of 4 bytes. Gemma 4's last two layers read the keys of those before."""
+    assert cache.token_bytes(tiny(name)) == layers * 2 * (2 * 16 * 4)
 
 
 def test_outputs_that_are_not_finite_have_no_plain_way_out():

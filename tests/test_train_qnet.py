@@ -195,6 +195,13 @@ def test_what_is_measured_is_the_best_epochs_net(frozen, train, tmp_path, monkey
     assert meta["held_out"]["mse"] == pytest.approx(mse, rel=1e-4) and len(meta["curve"]) == 3
 
 
+def test_what_cannot_rank_fails_before_the_first_update(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_qnet, "scorer", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train("--save-every", "1")
+    assert not (tmp_path / "qnet.log.jsonl").read_text() and not (tmp_path / "qnet.partial").exists()
+
+
 def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, monkeypatch):
     monkeypatch.setattr("qlass.fast.parity.fault", lambda model: "it gives a token tree other values")
     with pytest.raises(UserError, match="--plain"):

@@ -266,14 +266,19 @@ def room_for(model: Any, gigabytes: float | None = None) -> int:
     return torch.cuda.mem_get_info(model.device)[0] // 4
 
 
-@torch.no_grad()
 def batch_for(model: Any) -> int:
     """Padded tokens of a batch: 16,384 or, on a GPU, what has its keys and values in an eighth of the free memory."""
     least, most = 1 << 14, 1 << 18
     if model.device.type != "cuda":
         return least
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    token = sum(keys.nbytes + values.nbytes for keys, values, _ in cache)
     free = torch.cuda.mem_get_info(model.device)[0]
-    return min(max(least, free // 8 // token), most)
+    return min(max(least, free // 8 // token_bytes(model)), most)
+
+
+@torch.no_grad()
+def token_bytes(model: Any) -> int:
+    """Bytes of a token's keys and values, as a cache holds them that has been filled."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    cache = DynamicCache()  # a model's own has places too that stay empty, of layers that share another's keys
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return sum(keys.nbytes + values.nbytes for keys, values, _ in cache)
