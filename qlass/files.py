@@ -75,6 +75,24 @@ def an_object(record: Any, where: str) -> dict:
     return record
 
 
+def a_record(value: Any, where: str) -> dict:
+    """A line of a file, whoever wrote it: an object, whose reward is a number from 0 to 1, and
+    whose task_id is a text or a whole number, which becomes its text. UserError for others."""
+    record = an_object(value, where)
+    for name in ("reward", "cut"):
+        number = record.get(name)
+        if number is not None and not (type(number) in (int, float) and 0 <= number <= 1):
+            rule = "a number from 0 to 1 is expected, and 1 is success"
+            raise UserError(f"{where}: {name} can't be {number!r:.40}: {rule}")
+    task_id = record.get("task_id")
+    if type(task_id) is int:
+        record["task_id"] = str(task_id)
+    elif not isinstance(task_id, str | None):
+        rule = "a text or a whole number is expected"
+        raise UserError(f"{where}: task_id can't be {task_id!r:.40}: {rule}")
+    return record
+
+
 def read_object(path: Path) -> dict:
     """The one JSON object that a file holds."""
     return an_object(parse_json(path.read_bytes(), str(path)), str(path))
@@ -86,11 +104,11 @@ def records_of(path: Path) -> Iterator[tuple[str, dict]]:
         if lines.peek(100).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             for number, record in enumerate(parse_json(lines.read(), str(path)), 1):
                 where = f"{path}: record {number}"
-                yield where, an_object(record, where)
+                yield where, a_record(record, where)
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield where, an_object(parse_json(line, where), where)
+                yield where, a_record(parse_json(line, where), where)
 
 
 def read_jsonl(path: Path) -> Iterator[dict]:

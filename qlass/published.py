@@ -104,8 +104,6 @@ def demonstration(record: dict, env: Any) -> Demonstration:
     """UserError for a record that can't be cloned and replayed."""
     if record.get("messages") and record.get("conversations"):
         raise UserError("it has messages and conversations: leave one")
-    if not isinstance(record.get("reward"), (int, float, type(None))):
-        raise UserError(f"reward can't be {record['reward']!r:.40}")
     turns = record.get("messages") or record.get("conversations") or []
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError("messages are no list of objects with role and content")
@@ -115,7 +113,7 @@ def demonstration(record: dict, env: Any) -> Demonstration:
     state = State.load(messages, record.get("task") or "")
     words = tuple((role, env.in_own_words(text)) for role, text in state.messages)
     task_id = record.get("task_id")
-    task_id = env.published_id(record) if task_id is None else str(task_id)
+    task_id = env.published_id(record) if task_id is None else task_id
     fields = {name: record[name] for name in ("reward", "source") if name in record}
     read = Demonstration(task_id, State(words, state.task), **fields)
     for text in read.actions or [""]:

@@ -131,11 +131,9 @@ def lines_of(path: Path) -> Iterator[tuple[str, dict]]:
     if not path.exists() and parts_of(path).exists():
         raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
     for where, record in records_of(path):
-        if missing := [name for name in RESULT if name not in record]:
+        if missing := [name for name in RESULT if record.get(name) is None]:
             raise UserError(f"{where}: no {missing[0]}; is this a results.jsonl?")
-        reward, tokens = record["reward"], record["tokens"]
-        if not isinstance(reward, int | float) or not 0 <= reward <= 1:
-            raise UserError(f"{where}: reward can't be {reward!r:.40}: a number from 0 to 1 is expected")
+        tokens = record["tokens"]
         if not isinstance(tokens, dict):
             raise UserError(f"{where}: tokens can't be {tokens!r:.40}: counts by name are expected")
         yield where, record

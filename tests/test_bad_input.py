@@ -51,19 +51,27 @@ BAD = {
         ('{"a": 1}\n\n{"a": 1, "a": 2}', ":3: not valid JSON (a name stands twice in an object)"),
         ('{"a": NaN}', ":1: not valid JSON (NaN is not a number)"),
         (dump([{"a": "\ud83d left"}]), ":1: not valid JSON ('utf-8' codec can't encode"),
+        *(
+            (dump([{"reward": reward}]), f":1: reward can't be {reward!r}: a num")
+            for reward in (50, 1.01, -1, True, "1")
+        ),
+        (dump([{"reward": 0, "cut": 25.0}]), ":1: cut can't be 25.0"),
+        *((dump([{"task_id": name}]), f":1: task_id can't be {name!r}: a text") for name in (2882.0, True, ["a"])),
     ],
     "trees.jsonl": [
         ("", "holds no trees"),
         (tree(ROOT, LEAF).splitlines()[0] + "\n", ": the tree of task t is cut"),
         (tree(ROOT, LEAF) * 2, ":3: node 0 is before its parent, or twice"),
-        (tree(ROOT, LEAF | {"reward": "1"}), ":2: reward can't be '1'"),
+        (tree(ROOT, LEAF | {"reward": 50}), ":2: reward can't be 50"),
+        (tree(ROOT, LEAF | {"reward": None}), ":2: reward can't be None"),
     ],
     "q_labels.jsonl": [
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q"),
         (tree(ROOT | {"messages": CHAT[::-1]}, LEAF), "the tree of task t: turn 1 is"),
     ],
     "results.jsonl": [
-        (dump([RESULT, RESULT | {"reward": 1.5}]), ":2: reward can't be 1.5"),
+        (dump([RESULT, RESULT | {"reward": 50}]), ":2: reward can't be 50"),
+        (dump([RESULT | {"reward": None}]), ":1: no reward"),
         (dump([RESULT | {"tokens": 7}]), ":1: tokens can't be 7"),
         (dump([RESULT, {"task_id": "a"}]), ":2: no env"),
     ],
@@ -80,7 +88,7 @@ BAD = {
         (chat(turn("<think>\nAction: left, but")), "which is no action"),
         (chat(), "the assistant writes '', which is no action"),
         (dump([{"messages": CHAT, "conversations": CHAT}]), "it has messages and conversations: leave one"),
-        (chat(LEFT, reward="1"), "reward can't be '1'"),
+        (chat(LEFT, reward=25), ":1: reward can't be 25"),
     ],
 }
 
@@ -102,7 +110,9 @@ def test_what_is_well_defined_is_read(tmp_path):
 
     turns = [turn("be brief", "system"), turn("", "user"), turn("<think>Action: up</think>left"), turn("here", "user")]
     assert only(dump([{"messages": turns, "system": "be brief"}])).state.dump() == turns  # it ends with the user
-    whole = only(chat(turn("\ud83d\ude00 left", tool_calls=[]), reward=None, task=None)).state
+    numbered = only(chat(turn("\ud83d\ude00 left", tool_calls=[]), reward=None, task=None, task_id=7))
+    whole = numbered.state
+    assert (numbered.task_id, numbered.reward) == ("7", None) and only(chat(LEFT, reward=1)).reward == 1
     assert (whole.messages[1], whole.task) == (("assistant", "\U0001f600 left"), "")
     theirs = only("\n " + json.dumps([{"conversations": THEIRS}], indent=1))
     assert theirs == only(dump([{"messages": THEIRS[1:], "system": "be brief"}]))
