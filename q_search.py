@@ -69,7 +69,7 @@ class Config(Sampling):
     N: Annotated[tuple[Positive, ...], arg(aliases=["-N"])] = free(())  # episodes (1; best_of_n: 4)
     select: Literal["q", "oracle"] = free("q")  # which of N episodes counts
     distinct: bool = False  # draw until M actions differ, 3M times at most
-    show: bool = free(False)  # print episodes as they are played, one at a time
+    show: bool = free(False)  # only print an episode with choices, and greedy's way beside it
     split: str = free("test")  # tasks to play
     limit: Natural = free(0)  # number of tasks (0: all)
     skip: Natural = free(0)  # leave out the first tasks
@@ -96,7 +96,6 @@ class Method:
     temperature: float | None = None  # None: the checkpoint's own
     distinct: bool = False  # draw until M actions differ, 3M times at most
     seed: int = 0  # of chance
-    show: bool = False  # print each step
 
     def play(
         self, env: envs.TextEnv, task_id: str, chat: Chat, played: dict[tuple, Episode]
@@ -163,7 +162,7 @@ class Method:
 def methods_of(name: str, config: Config) -> list[Method]:
     """The methods of a name, with every -M and -N that it has."""
     if name == "greedy":
-        return [Method("greedy", temperature=0.0, show=config.show)]
+        return [Method("greedy", temperature=0.0)]
     by = METHODS[name]
     Ms = config.M if by else (1,)
     Ns = config.N or ((4,) if name == "best_of_n" else (1,))
@@ -172,8 +171,7 @@ def methods_of(name: str, config: Config) -> list[Method]:
     methods = []
     for m, n in product(Ms, Ns):
         select = config.select if n > 1 else None
-        method = Method(name, by, m, n, select, distinct=config.distinct, seed=config.seed)
-        methods.append(dataclasses.replace(method, show=config.show))
+        methods.append(Method(name, by, m, n, select, distinct=config.distinct, seed=config.seed))
     return methods
 
 
@@ -197,10 +195,6 @@ def episode(
         after, reward, done = state.act(env, action)  # line 9
         outcome = action, after.observation, reward, env.known
         steps.append(Step(state, drawn, candidates, scores, *outcome))
-        if method.show:
-            from reporting.show import show
-
-            show(env, steps[-1], len(steps), done)
         state = after  # line 10
     return steps
 
@@ -241,14 +235,10 @@ def select(episodes: list[Episode], by: str | None) -> Generator[Any, Any, Episo
 
 
 def settings_of(kind: type[Config], doc: str | None, argv: list[str] | None) -> Config:
-    """The settings of a command that plays tasks. What it shows is a file of its own."""
+    """The settings of a command that plays tasks."""
     config = read(kind, doc, argv)
     named = config.out != kind.out
-    if config.show:
-        overwrite = config.overwrite or not named
-        config = dataclasses.replace(config, overwrite=overwrite, in_flight=1)
-    name = "shown.jsonl" if config.show else kind.out.name
-    return config if named else dataclasses.replace(config, out=config.run / name)
+    return config if named else dataclasses.replace(config, out=config.run / kind.out.name)
 
 
 def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:

@@ -156,8 +156,12 @@ def play(
     A method has `settings()`, the fields that tell it apart, a name, its text, and `play`: from an
     environment, a task, the agent's Chat and the episodes that methods share, a generator of
     requests that returns the outcome. inputs: agent, QNet, and what else results are made from.
-    facts: what was settled at run time.
+    facts: what was settled at run time. With --show an episode is printed, and nothing written.
     """
+    if getattr(config, "show", False):
+        from reporting.show import show
+
+        return show(config, env, tasks, plan, chat, models)
     recipe = recipe_of(config.recipe() | env.settings | settled(config) | facts, inputs)
     out = Output(config.out, config, recipe, inputs, identity)
     before = len(out.groups)

@@ -1,16 +1,27 @@
-"""An episode on the terminal, step by step, for `q_search.py --show`."""
+"""An episode on the terminal, for `q_search.py --show`: where the search had a choice, and what greedy does there.
+
+Most steps leave nothing to choose, since all samples are the same action. So of the tasks that the command names the
+first is shown in whose episode several steps have a choice.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from qlass.messages import parse_action
-from qlass.results import Step
+from tqdm import tqdm
 
+from qlass import UserError
+from qlass.batching import Models, Sample, drive
+from qlass.chat import Chat
+from qlass.messages import State, parse_action
+
+TRIED = 96  # tasks at most, in search of an episode with choices
+SEVERAL = 3  # steps with a choice
+TOGETHER = 16  # tasks that are tried side by side
 WIDTH = 100  # columns
 BAR = 24  # columns of a bar from the least score of a step to the most
 WORD = 48  # columns of an action, at most
@@ -21,39 +32,129 @@ def paint(text: str, code: str) -> str:
     return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() else text
 
 
-def bar(score: float, scores: Sequence[float]) -> str:
-    """A score as a bar, which tells it from the step's others, and as a number."""
-    if not math.isfinite(score):
+def bar(score: float | None, scores: Sequence[float | None]) -> str:
+    """A score as a bar, which tells it from the step's others, and as a number; nothing for a step without scores."""
+    known = [value for value in scores if value is not None and math.isfinite(value)]
+    if score is None or score not in known:
         return ""
-    least, most = min(scores), max(scores)
+    least, most = min(known), max(known)
     share = (score - least) / (most - least) if most > least else 1.0
     return f"{'█' * round(1 + (BAR - 1) * share):{BAR}} {score:.3f}"
 
 
-def lines_of(step: Step, number: int, picture: str) -> list[str]:
-    """What the agent read, its candidates with their scores, the one taken."""
-    page = step.state.observation.replace(step.state.task or "\n", "...")  # it stands above
-    page = textwrap.shorten(page, 2 * WIDTH, placeholder=" ...")
-    lines = [paint(f"step {number}", "1")]
-    lines.append(textwrap.fill(page, WIDTH, initial_indent="  ", subsequent_indent="  "))
-    lines += [f"    {row}" for row in picture.splitlines()]
+# ----------------------------------------------------------------------------------------------- what is shown
 
-    words = [textwrap.shorten(parse_action(a), WORD, placeholder=" ...") for a in step.candidates]
+
+def show(config: Any, env: Any, tasks: list[str], plan: Sequence[Any], chat: Any, models: Models) -> None:
+    """Print an episode of each method of the plan. Nothing is written."""
+    from q_search import Method
+
+    if not tasks:
+        raise UserError("no tasks are left: mind --split, --skip and --limit")
+    for method in plan:
+        tried = []
+        for line in outcomes(config, env, method, tasks, chat, models):
+            tried.append(line)
+            if len(choices(line)) >= SEVERAL:
+                break
+        best = max(tried, key=lambda line: len(choices(line)))  # the first of those with the most
+        if len(tried) > 1:
+            print(search_for(tried, best, config.split) + "\n")
+        for row in rows_of(env, best):
+            print(row)
+        print(paint(f"{method}: reward {best['reward']:.3g} after {best['n_steps']} steps", "1;36"))
+        if method.M > 1:
+            print(told(best))
+        if method.name != "greedy" and Sample in models and isinstance(chat, Chat):
+            greedy = Method("greedy", temperature=0.0)
+            (rival,) = outcomes(config, env, greedy, [best["task_id"]], chat, models)
+            print(compared(env, best, rival))
+        print()
+
+
+def outcomes(
+    config: Any, env: Any, method: Any, tasks: list[str], chat: Any, models: Models
+) -> Iterator[dict[str, Any]]:
+    """The outcomes of a method in the first tasks, in their order, each with its task_id."""
+    width = min(config.in_flight or env.side_by_side, TOGETHER)
+
+    def played(task_id: str) -> Generator[Any, Any, dict]:
+        fork = env.fork()
+        outcome = yield from method.play(fork, task_id, chat, {})
+        fork.close()
+        return {"task_id": task_id} | outcome
+
+    tried = tasks[: TRIED if method.M > 1 else 1]
+    title = f"{method}: looking for choices"
+    for first in tqdm(range(0, len(tried), width), title, leave=False, disable=len(tried) == 1):
+        some = tried[first : first + width]
+        lines = {line["task_id"]: line for line in drive(map(played, some), models, width)}
+        yield from (lines[task_id] for task_id in some)
+
+
+def choices(line: dict) -> list[int]:
+    """The steps, from 1, whose samples were several different actions."""
+    return [number for number, step in enumerate(line["steps"], 1) if len(step["candidates"]) > 1]
+
+
+# ----------------------------------------------------------------------------------------------- in words
+
+
+def search_for(tried: Sequence[dict], best: dict, split: str) -> str:
+    """Which tasks were played before the one that is shown, and why they are not shown."""
+    if len(choices(best)) >= SEVERAL:
+        text = f"Task {best['task_id']}. The {len(tried) - 1} {split} tasks before it are not shown:"
+        text += f" they have fewer than {SEVERAL} steps in which there was a choice."
+    else:
+        text = (
+            f"Task {best['task_id']}. None of the first {len(tried)} {split} tasks has {SEVERAL} steps in which there"
+        )
+        text += " was a choice; no task has more of them than this one."
+    return textwrap.fill(text, WIDTH)
+
+
+def rows_of(env: Any, line: dict) -> Iterator[str]:
+    """The task, and of each step what the agent read, its candidates with their scores, the one taken."""
+    page = State.first(env, *env.reset(options={"task_id": line["task_id"]})).observation
+    yield paint(line["task"] or "a new episode", "1;36")
+    for number, step in enumerate(line["steps"], 1):
+        text = page.replace(line["task"] or "\n", "...")  # it stands above
+        text = textwrap.shorten(text, 2 * WIDTH, placeholder=" ...")
+        yield paint(f"step {number}", "1")
+        yield textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
+        yield from (f"    {row}" for row in env.picture(page).splitlines())
+        yield from candidates_of(step)
+        page = step["observation"]
+
+
+def candidates_of(step: dict) -> Iterator[str]:
+    candidates = step["candidates"] or [{"action": step["action"], "q": None}]  # a rule draws none
+    words = [textwrap.shorten(parse_action(c["action"]), WORD, placeholder=" ...") for c in candidates]
     column = max(map(len, words))
-    for action, word, score in zip(step.candidates, words, step.scores, strict=True):
-        line = f"{word:{column}}  {bar(score, step.scores)}".rstrip()
-        line = paint(f"> {line}", "32") if action == step.action else f"  {line}"
-        lines.append(f"  {line}")
-    return lines
+    for candidate, word in zip(candidates, words, strict=True):
+        row = f"{word:{column}}  {bar(candidate['q'], [c['q'] for c in candidates])}".rstrip()
+        yield "  " + (paint(f"> {row}", "32") if candidate["action"] == step["action"] else f"  {row}")
 
 
-def show(env: Any, step: Step, number: int, done: bool) -> None:
-    """Print step `number` of an episode, from 1; at its end the reward too."""
-    if number == 1:
-        print(paint(step.state.task or "a new episode", "1;36"))
-    for line in lines_of(step, number, env.picture(step.state.observation)):
-        print(line)
-    if done:
-        reward = paint(f"reward {step.reward:.3g}", "1;36")
-        print(f"{reward} after {number} steps\n")
-    sys.stdout.flush()  # a pipe too shows each step as it is played
+def told(line: dict) -> str:
+    """In how many steps there was a choice."""
+    steps = choices(line)
+    if not steps:
+        return "There was no choice: in each step all samples were one action."
+    places = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+    text = f"There was a choice in {len(steps)} of {line['n_steps']} steps: {places}."
+    return text + " In the others all samples were one action." * (len(steps) < line["n_steps"])
+
+
+def compared(env: Any, line: dict, rival: dict) -> str:
+    """What the agent earns alone, and where the two ways part."""
+    ways = [[env.canonical(parse_action(step["action"])) for step in way["steps"]] for way in (line, rival)]
+    text = f"The agent alone, greedy, earns {rival['reward']:.3g} after {rival['n_steps']} steps. "
+    if ways[0] == ways[1]:
+        return text + "It goes the same way."
+    same = 0
+    while same < min(map(len, ways)) and ways[0][same] == ways[1][same]:
+        same += 1
+    rest = [textwrap.shorten(parse_action(step["action"]), WORD, placeholder=" ...") for step in rival["steps"][same:]]
+    text += f"The ways part at step {same + 1}, from where greedy goes on with {', '.join(rest)}."
+    return textwrap.fill(text, WIDTH)

@@ -265,12 +265,6 @@ def test_no_output_takes_the_place_of_a_folder_or_of_results_unasked(tmp_path):
         with pytest.raises(UserError, match="out: a folder or a device, not a file to write"):
             write(tmp_path / "out", config, [], {})
     assert (tmp_path / "out" / "thesis").exists()
-    for argv, name, overwrite in (
-        (["--show"], "runs/webshop/shown.jsonl", True),
-        (["--show", "--out", "results.jsonl"], "results.jsonl", False),
-    ):
-        shown = q_search.settings_of(q_search.Config, "", argv)
-        assert (str(shown.out), shown.overwrite) == (name, overwrite)
     (tmp_path / "input").touch()
     grow(tmp_path / "x.jsonl", stop=2, expert=None)
     begin(tmp_path / "x.jsonl", qnet=tmp_path / "input").lock.close()  # the first methods needed none

@@ -1,15 +1,16 @@
 """Algorithm 4 and its baselines on a written world: who takes which path with which Q, and what it costs."""
 
 import itertools
-import math
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import FakeEnv, Script, path_of, run, say, true_q, word_chat
 
 import q_search
 from q_search import Method
-from qlass import UserError
+from qlass import UserError, results
 from qlass.batching import Sample, Score
 from qlass.messages import parse_action
 from reporting.show import bar
@@ -175,16 +176,36 @@ def test_an_agent_without_a_memory_reads_each_observation_once(monkeypatch):
     assert record["tokens"] == {"prompt": 6 + 8 + 9, "generated": 18, "scored": 23 + 3 * 2 * 5}  # no instruction, no OK
 
 
-def test_an_episode_is_shown_as_it_is_played(search, capsys):
-    """Plain in a pipe; bars reach from the least to the most of a step."""
-    (record,) = search("--method", "qlass", "-M", "3", "--limit", "1", "--show")
-    first, *shown, last = capsys.readouterr().out.split("\n\n")[0].splitlines()
-    steps = record["steps"]
-    assert (first, last) == (record["task"], f"reward {record['reward']:.3g} after {len(steps)} steps")
-    taken = [line.split()[1] for line in shown if line.startswith("  > ")]
-    assert taken == [parse_action(step["action"]) for step in steps]
-    lengths = [bar(score, scores).count("█") for scores in ([-3.0, -1.0, 1.0], [0.5], [math.nan]) for score in scores]
-    assert lengths == [1, 12, 24, 24, 0] and "\033" not in "".join(shown)
+def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
+    """Plain in a pipe; bars reach from the least to the most of a step. Nothing is written."""
+
+    def draw(request):
+        if request.temperature == 0:
+            return Script({}, "left")(request)
+        return Script(BOTH if request.key[0] in ("test2", "test3") else {(): "left right"}, "left")(request)
+
+    config = SimpleNamespace(show=True, in_flight=None, split="test")
+    models = {Sample: lambda asked: list(map(draw, asked)), Score: lambda asked: list(map(true_q, asked))}
+    env, qlass = FakeEnv(), Method("qlass", "q", M=2)
+    results.play(config, env, env.task_ids("test"), [qlass], CHAT, models, {})
+    first, _, _, task, *shown = capsys.readouterr().out.splitlines()
+    assert first.startswith("Task test2. The 2 test tasks before it are not shown: they have fewer than 3 steps")
+    taken = [line for line in shown if line.startswith("  > ")]
+    assert task == "find the purse" and taken[0].startswith("  > right  █")
+    assert shown[-5:] == [
+        "qlass M=2: reward 1 after 3 steps",
+        "There was a choice in 3 of 3 steps: steps 1, 2, 3.",
+        "The agent alone, greedy, earns 0 after 2 steps. The ways part at step 1, from where greedy goes on",
+        "with left, left.",
+        "",
+    ]
+    results.play(config, env, ["test0", "test1"], [qlass, GREEDY], CHAT, models, {})
+    text = capsys.readouterr().out
+    assert text.startswith("Task test0. None of the first 2 test tasks has 3 steps in which there was a choice;")
+    assert "There was a choice in 1 of 2 steps: step 1. In the others all samples were one action." in text
+    assert "greedy: reward 0 after 2 steps\n\n" in text and not list(Path().iterdir())
+    lengths = [bar(score, scores).count("█") for scores in ([-3.0, -1.0, 1.0], [0.5], [None]) for score in scores]
+    assert lengths == [1, 12, 24, 24, 0]
 
 
 def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search):
