@@ -41,7 +41,7 @@ from qlass.batching import Candidate, Sample, ask, drive
 from qlass.chat import Rendering
 from qlass.config import Natural, Positive, Sampling, free, read, run_stage
 from qlass.files import warn
-from qlass.messages import State, parse_action, react
+from qlass.messages import State, parse_action, replay
 from qlass.published import Demonstration
 from qlass.runs import Inputs, Output, find_or_make, recipe_of
 
@@ -188,28 +188,22 @@ class Explorer:
         It may be longer than the agent's episodes: an end that only their limit made is taken back.
         """
         self.branches += 1
-        limit = self.env.max_steps
-        if actions and isinstance(limit, int):
-            self.env.max_steps = max(limit, len(actions))
-        self.env.reset(options={"task_id": self.task_id})
-        expert = (react(thought, move) for thought, move in self.env.expert(self.task_id))
         node = root
         branch = [root]
         snapshot = root.snapshot
-        for action in actions or expert:
+        moves = replay(self.env, self.task_id, actions)
+        next(moves)  # the root
+        for action, state, reward, done in moves:
             if node.done:
                 node.cut, node.reward = node.reward, 0.0
                 node.done, node.snapshot = False, snapshot
-            state, reward, done = node.state.act(self.env, action)
             snapshot = self.env.snapshot()
             if self.key(action) not in node.children:
-                self.add(node, action, state, reward, done, "expert")
+                after = node.state.then(action, state.observation)
+                self.add(node, action, after, reward, done, "expert")
             node = node.children[self.key(action)]
             node.expert = True
             branch.append(node)
-            if done:
-                break
-        self.env.max_steps = limit
         return branch
 
     def step(self, node: Node, action: str) -> Node:

@@ -20,6 +20,10 @@ class Hooks:
         """Options that surroundings such as shell variables set, unless they are named."""
         return {}
 
+    def step_limit(self) -> int | None:
+        """The number of the step that ends the episode at hand at the latest; None: it goes on."""
+        return self.max_steps
+
     def subject(self, task_id: str) -> str:
         """What a task is about: an agent that learned one task of a subject knows the others."""
         return task_id

@@ -34,7 +34,7 @@ from qlass.batching import ask
 from qlass.chat import Chat, Rendering
 from qlass.config import Positive, Real, free, read, run_stage
 from qlass.files import read_trees
-from qlass.messages import State
+from qlass.messages import State, replay
 from qlass.pairs import families, pairs_of
 from qlass.published import Demonstration, by_task, cloned_from
 from qlass.published import read as read_demonstrations
@@ -67,12 +67,10 @@ class Preference(NamedTuple):
 
 def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, actions: Sequence[str]) -> list[Decision]:
     """Actions in the states that they are taken in; `env` plays them again. An expert's action joins the valid ones."""
-    state = State.first(env, *env.reset(options={"task_id": task_id}))
     taken = []
-    for action in actions:
-        valid = ask(env, state, 1, (), rendering).valid
-        taken.append(Decision(state, action, valid and (*valid, action)))
-        state, *_ = state.act(env, action)
+    for move, action in zip(replay(env, task_id, actions), actions, strict=False):  # one move more: behind the last
+        valid = ask(env, move.state, 1, (), rendering).valid
+        taken.append(Decision(move.state, action, valid and (*valid, action)))
     env.close()
     return taken
 

@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,6 +65,42 @@ class State:
 
     def dump(self) -> list[dict]:
         return [{"role": role, "content": content} for role, content in self.messages]
+
+
+class Move(NamedTuple):
+    """An action, the state that it leads to, its reward, and whether the episode is over."""
+
+    action: str
+    state: State
+    reward: float
+    done: bool
+
+
+def replay(env: Any, task_id: str, recorded: Sequence[str] | None = None) -> Iterator[Move]:
+    """Recorded actions in `env`, move by move; the first move is the task's start, of no action.
+
+    They may be more than the limit of steps, which was another one when they were recorded.
+    Without them the environment's expert plays. UserError for actions behind the episode's end.
+    """
+    limit = env.max_steps
+    actions: Iterable[str] = recorded or ()
+    try:
+        state = State.first(env, *env.reset(options={"task_id": task_id}))
+        if recorded is None:
+            actions = (react(*move) for move in env.expert(task_id))
+        elif limit is not None:
+            env.max_steps = max(env.step_limit(), len(recorded))
+        yield Move("", state, 0.0, False)
+        for number, action in enumerate(actions, 1):
+            state, reward, done = state.act(env, action)
+            if done and recorded and number < len(recorded):
+                problem = f"{number} of {len(recorded)} recorded actions end the episode"
+                raise UserError(f"{env.name}: task {task_id}: {problem}: leave out the others")
+            yield Move(action, state, reward, done)
+            if done:
+                break
+    finally:
+        env.max_steps = limit
 
 
 def react(thought: str, action: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from qlass import UserError
 from qlass.files import records_of, warn
-from qlass.messages import State, react, without_thinking
+from qlass.messages import State, replay, without_thinking
 from qlass.runs import Output, input_of, meta_of, recipe_of
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
@@ -57,19 +57,13 @@ class Demonstration:
 
 def demonstrate(env: Any, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
-    observation, info = env.reset(options={"task_id": task_id})
-    state = State.first(env, observation, info)
-    reward, steps = 0.0, 0
-    for thought, move in env.expert(task_id):
-        state, reward, done = state.act(env, react(thought, move))
-        steps += 1
-        if done:
-            break
-    if not steps:
+    *before, end = replay(env, task_id)
+    if not before:
         raise UserError(f"{env.name}: its expert does nothing in task {task_id}")
+    state = end.state
     messages = state.dump()[:-1]  # up to the last action
     line = {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages}
-    return line | {"reward": reward}
+    return line | {"reward": end.reward}
 
 
 def collect(env: Any, path: Path, config: Any) -> None:

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import build_trees
-from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS
+from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS, Explorer
+from experiments import eto
+from experiments.qval.points import Point, digest
 from qlass import UserError, published
 from qlass.chat import Rendering
 from qlass.messages import State, parse_action
@@ -112,6 +114,41 @@ def test_a_demonstration_longer_than_an_episode_keeps_its_reward(second):
     nodes, _, root, env = grow(Script({R: second}, "right"), 2, 2, 4, expert=long, max_steps=2)
     assert nodes[(*RR, "right")][:2] == (1.0, "expert") and env.max_steps == 2
     assert max(node.depth for node in root.subtree() if node.source == "policy") == 2
+
+
+@pytest.mark.parametrize("who", ["trees", "eto", "qval"])
+@pytest.mark.parametrize(
+    ("recorded", "limit", "says"),
+    [
+        (RR, 5, None),
+        ((*RR, "right"), 1, None),  # recorded with more steps than there are now
+        ((*RL, "left"), 5, "2 of 3 recorded actions end the episode"),
+        ((*RR, "right", "left"), 1, "3 of 4 recorded actions end the episode"),
+    ],
+)
+def test_recorded_actions_are_played_alike(who, recorded, limit, says):
+    """Beyond the limit of steps, which holds again afterwards, and never behind the episode's end."""
+    env, texts = FakeEnv(max_steps=limit), [f"Action: {action}" for action in recorded]
+
+    def states():
+        if who == "trees":
+            explorer = Explorer(env, "train0", Rendering(), 2)
+            return [node.state for node in explorer.replay(explorer.root(), texts)]
+        if who == "eto":
+            taken = eto.decisions(env, Rendering(), "train0", texts)
+            return [decision.state for decision in taken] + [taken[-1].state.then(texts[-1], "")]
+        hashes = [digest(" ".join(["Observation: you stand at start", *recorded[: n + 1]])) for n in range(len(texts))]
+        return [Point("train0", texts[: n + 1], [], 0, "", known).restore(env) for n, known in enumerate(hashes)]
+
+    if says:
+        with pytest.raises(UserError, match=f"fake: task train0: {says}"):
+            states()
+    else:
+        assert [path_of(state) for state in states()][-len(recorded) :] == [
+            recorded[: n + 1] for n in range(len(texts))
+        ]
+        assert env.path == recorded
+    assert env.max_steps == limit
 
 
 def test_behind_the_agents_limit_no_branch_begins_and_there_counts_what_the_environment_pays(monkeypatch):

@@ -106,10 +106,13 @@ class SciWorldEnv(TextEnv):
         self.recent = (*self.recent, (action, turn.observation))[-3:]
         self.inventory = expert.inventory_after(self.inventory, turn.observation)
         self.best, self.steps = max(self.best, turn.score), self.steps + 1
-        limit = tasks.eto_steps(self.task) if self.max_steps == "eto" else self.max_steps
+        limit = self.step_limit()
         truncated = not turn.over and limit is not None and self.steps >= limit
         reward = self.reward_if_cut() if turn.over or truncated else 0.0
         return turn.observation, reward, turn.over, truncated, self._info(turn.observation, turn.score)
+
+    def step_limit(self) -> int | None:
+        return tasks.eto_steps(self.task) if self.max_steps == "eto" else self.max_steps
 
     def knows(self, action: str) -> bool:
         turn, _ = self.pool.step(self.task, self.played, action)  # remembered for the step

@@ -25,7 +25,7 @@ from q_search import distinct_actions
 from qlass import UserError
 from qlass.batching import ask
 from qlass.chat import Rendering
-from qlass.messages import State, parse_action, react, uniforms
+from qlass.messages import State, parse_action, react, replay, uniforms
 
 DRAWS = 4  # of the agent in each state: what it does, and what else it might have done
 FIRST, LAST, MOST = 1, 2, 3  # turns dropped at the two ends of a trajectory, and the most that are kept of one
@@ -51,13 +51,11 @@ class Point:
 
     def restore(self, env: envs.TextEnv) -> State:
         """Put `env` into the state; UserError where the replay ends elsewhere."""
-        state = State.first(env, *env.reset(options={"task_id": self.task_id}))
-        for action in self.prefix:
-            state, *_ = state.act(env, action)
-        if digest(state.observation) != self.hash:
+        *_, move = replay(env, self.task_id, self.prefix)
+        if digest(move.state.observation) != self.hash:
             steps = f"task {self.task_id}: {len(self.prefix)} actions lead to another state than when the points were"
             raise UserError(f"{steps} collected; --overwrite starts the study again")
-        return state
+        return move.state
 
 
 def digest(observation: str) -> str:
