@@ -11,6 +11,8 @@ from pathlib import Path
 
 from qlass import UserError
 
+WHERE = "(docs/paper.md, section Data, says where the originals' files are from)"  # of what is missing
+
 
 def fair_order(task_ids: Iterable[str], task_type: Callable[[str], str]) -> list[str]:
     """The tasks, shuffled so that every stretch holds each type in the proportion of the whole.

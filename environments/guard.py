@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import functools
 import inspect
 import itertools
 import json
+import math
+import re
+import shutil
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium
 
+from environments import WHERE
 from qlass import UserError
 
 # Of an option's default: the words for what fits it, and the types.
@@ -37,6 +43,8 @@ def attempt(what: Callable[[], str], act: Callable, /, *args: Any, **options: An
         return act(*args, **options)
     except (UserError, NotImplementedError):
         raise
+    except FileNotFoundError as error:
+        raise UserError(f"{what()}: {error.filename}: {error.strerror} {WHERE}") from error
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise Fault(f"{what()}: {reason} (--debug shows where)") from error
@@ -221,6 +229,28 @@ def build(name: str, kind: type, options: dict[str, Any]) -> Any:
     return env
 
 
+def unknown_option(name: str, options: list[str]) -> str:
+    near = difflib.get_close_matches(name, options, 1)
+    hint = f"; perhaps you meant {near[0]}" if near else ""
+    return f"there is no option {name}, but {', '.join(options) or 'none'}{hint}"
+
+
+def describe_options(name: str) -> str:
+    """For --help: the options of an environment with their defaults, and what its class says of them."""
+    from envs import environment_class
+
+    kind = environment_class(name)
+    options = []
+    for option, parameter in inspect.signature(kind).parameters.items():
+        told = type(parameter.default) in (bool, int, float, str) and parameter.default != math.inf
+        options.append(f"{option}={json.dumps(parameter.default)}" if told else option)
+    title = f"--env-option of {name}: {', '.join(options) or 'none'}"
+    about = re.sub(r"(?m)\n(?!\n|\w+: )", " ", inspect.cleandoc(vars(kind).get("__doc__") or ""))
+    width = shutil.get_terminal_size().columns - 2
+    rows = [textwrap.fill(row, width) for row in (title, *filter(None, about.split("\n")))]
+    return textwrap.indent("\n".join(rows), "  ")
+
+
 def options_of(kind: Any, texts: list[str], others: Collection[str] = ()) -> tuple[list[str], dict[str, Any]]:
     """NAME=VALUE of a class, with those that the surroundings set, as texts and by name. others: set by other flags.
 
@@ -232,9 +262,13 @@ def options_of(kind: Any, texts: list[str], others: Collection[str] = ()) -> tup
     texts = sorted([*texts, *more])
     options = {}
     for text in texts:
-        name, _, value = text.partition("=")
-        if name not in parameters or name in others:
-            raise UserError(f"--env-option {text}: NAME=VALUE is expected, of {', '.join(parameters) or 'none'}")
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--env-option {text}: NAME=VALUE is expected")
+        if name in others:
+            raise UserError(f"--env-option {text}: --{name.replace('_', '-')} says so here")
+        if name not in parameters:
+            raise UserError(f"--env-option {text}: {unknown_option(name, list(parameters))}")
         default = parameters[name].default
         if not isinstance(default, str):
             with contextlib.suppress(json.JSONDecodeError):

@@ -180,6 +180,10 @@ def parse(
             raise UserError(one_line(errors.getvalue())) from None
         first_words = (doc or "").strip().split("\n\n")[:3]  # what it does, an example, files
         print(*first_words, tidy(output.getvalue()), sep="\n\n")
+        if env := getattr(start, "env", None):
+            from environments.guard import describe_options
+
+            print("", describe_options(env), sep="\n")
         raise
     check_bounds(config)
     return config

@@ -340,7 +340,9 @@ def built(*options, env="test_environments:Maze", in_flight=None, **more):
     ("options", "says"),
     [
         ([], "missing a required argument: 'size' (--env-option NAME=VALUE; its options: size, rate, level, max_steps"),
-        (["stray=7"], "--env-option stray=7: NAME=VALUE is expected, of size, rate"),
+        (["sizes=7"], "--env-option sizes=7: there is no option sizes, but size, rate, level, max_steps"),
+        (["sizes=7"], "; perhaps you meant size"),
+        (["size"], "--env-option size: NAME=VALUE is expected"),
         (["size=0"], "ZeroDivisionError: division by zero (--debug shows where)"),
         (["size=2", "rate=fast"], "rate must be a number"),
         (["size=2", "max_steps=abc"], "max_steps must be a whole number"),
@@ -359,6 +361,8 @@ def test_options_arrive_as_their_defaults_are():
     for steps, name in itertools.product(["abc", "0", "2.5", "true"], ["frozenlake", FLAG]):
         with pytest.raises(UserError, match=r"max_steps=.*: a number of steps is expected, or null for no limit"):
             built(f"max_steps={steps}", env=name)
+    with pytest.raises(UserError, match=r"nofile: No such file or directory \(docs/paper\.md, section Data"):
+        built("instruction=nofile", env=FLAG)
 
 
 def test_a_crash_names_the_task_and_the_action_and_ends_no_other_task(tmp_path, capsys, monkeypatch):

@@ -144,7 +144,7 @@ def test_the_small_catalogues_attributes_are_not_taken_for_the_full_ones(shop, t
     shop()
     (tmp_path / "items_ins_v2.json").rename(tmp_path / "items_ins_v2_1000.json")
     webshop.load.cache_clear()
-    with pytest.raises(envs.UserError, match=r"found none of items_ins_v2\.json"):
+    with pytest.raises(envs.UserError, match=r"found none of items_ins_v2\.json.*\(docs/paper\.md, section Data"):
         envs.make("webshop", data=tmp_path)
     (tmp_path / "items_shuffle_1000.json").write_text(json.dumps([SHIRT]))
     assert len(envs.make("webshop", data=tmp_path, goals=tmp_path / "goals.json").shop.products) == 1

@@ -119,7 +119,9 @@ class Games:
         if next(self.root.glob("*/*/*/game.tw-pddl"), None) is None:
             reason = "holds no games" if self.root.is_dir() else "no such folder"
             layout = f"{folder}/json_2.1.1/<{'|'.join(FOLDERS)}>/<task>/<trial>/game.tw-pddl"
-            raise UserError(f"{folder}: {reason}: {layout} are expected (`alfworld-download` fetches them)")
+            raise UserError(
+                f"{folder}: {reason}: {layout} are expected (`alfworld-download` fetches them: docs/paper.md)"
+            )
         self.load = functools.lru_cache(maxsize=512)(self._load)
         self._listed = functools.cache(self._list)
 

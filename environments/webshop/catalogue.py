@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from environments import split_files
+from environments import WHERE, split_files
 from qlass import UserError
 
 
@@ -59,7 +59,7 @@ def find(folder: Path, *stems: str) -> Path:
     for path in (folder / name for name in names):
         if path.exists():
             return path
-    raise UserError(f"{folder}: found none of {', '.join(names)}; name a folder with WebShop's data files")
+    raise UserError(f"{folder}: found none of {', '.join(names)}; name a folder that has them {WHERE}")
 
 
 def read_json(path: Path) -> Any:
