@@ -36,13 +36,12 @@ from qlass import UserError, files, results
 from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, any_of
 from qlass.config import Natural, Positive, Real, Run, free, read, run_stage
-from qlass.messages import State, react, uniforms
+from qlass.messages import State, react, uniforms, without_thinking
 from qlass.published import demonstrate
 from qlass.results import Episode, describe
 from qlass.server import Server
 
-THOUGHT_END = re.compile(r"</think>|\[/THINK\]|<\|channel\|>final<\|message\|>")
-MARK = re.compile(r"<think>|\[THINK\]|<\|")  # a thought that has no end; what follows harmony's message
+FINAL = "<|channel|>final<|message|>"  # harmony's answer begins behind it, and ends before the next mark
 LABEL = re.compile(r"(?im)^[^\w\n]*action *\d*[^\w\n]*?[:：\n][*`\s]*")
 INLINE = re.compile(r"[*`]*\bAction *\d*[*`]*[:：][*`\s]*")  # only if no line begins with the label
 CALL = re.compile(r"\w+\[([^\[\]]|\[[^\[\]]*\])*\]")
@@ -53,7 +52,8 @@ def in_react_style(text: str, stop: Sequence[str], instruction: str) -> str:
     """An answer as the instruction asks for it: "Thought: ...\nAction: ...", the action in one line, its verb in the
     instruction's case. Thoughts between marks, markdown, JSON, and what follows the action are gone.
     """
-    text = any_of(stop).split(MARK.split(THOUGHT_END.split(text)[-1])[0])[0]
+    said = without_thinking(text.rpartition(FINAL)[2]).partition("<|")[0]
+    text = any_of(stop).split(said)[0]
     text = re.sub(r"```(\w*\n)?", "", text).strip()
     with contextlib.suppress(AttributeError, KeyError, ValueError):
         fields = {name.lower(): value for name, value in json.loads(text).items()}

@@ -107,16 +107,22 @@ def react(thought: str, action: str) -> str:
     return f"Thought: {thought}\nAction: {action}" if thought else f"Action: {action}"
 
 
+# What models put around their thoughts: <think>, <thought>, <reasoning>, <seed:think>, ◁think▷, [THINK].
+BEGINS = re.compile(r"[<◁][\w:]*(?i:think|thought|reason)\w*[>▷]|\[THINK\]")
+ENDS = re.compile(r"[<◁]/[\w:]*(?i:think|thought|reason)\w*[>▷]|\[/THINK\]")
+
+
 def without_thinking(text: str) -> str:
-    """What a model says, after its <think>; nothing if that has no end."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
+    """What a model says, after its thoughts between marks; nothing if these have no end."""
+    said = ENDS.split(text)[-1]
+    return BEGINS.split(said)[0]
 
 
 def parse_action(text: str) -> str:
     """The executable part, for every stage: what follows "Action:" or, without one, the whole text.
 
-    A thought may hold "Action:", in <think> or not, and so may an action. The last one that begins
-    a line counts or, if none does, the last. Actions whose parts are equal to the engine
+    A thought may hold "Action:", between marks or not, and so may an action. The last one that
+    begins a line counts or, if none does, the last. Actions whose parts are equal to the engine
     (`TextEnv.canonical`) are one child of a node ("child nodes that differ", Alg. 2). The
     environment answers to what it cannot do.
     """

@@ -36,6 +36,12 @@ MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=Tr
         ("<think>\nAction: left?\n</think>\n\nThought: no\nAction: right", "right"),
         ("so Action: left?\n</think>\nright<think>Action: left", "right"),  # the prompt began it
         ("<think>Action: left, but", ""),
+        ("<thought>\nAction: left?\n</thought>\nright", "right"),
+        ("<reasoning>\nAction: left?\n</reasoning>\n<answer>", "<answer>"),
+        ("<seed:think>\nAction: left?</seed:think>Action: right", "right"),
+        ("◁think▷\nAction: left?◁/think▷right", "right"),
+        ("[THINK]Action: left", ""),
+        ("search[thought] <b>", "search[thought] <b>"),
     ],
 )
 def test_the_executable_part_of_an_action(text, action):
