@@ -262,6 +262,7 @@ def clone(config: Config, make_examples: Callable, loss_of: Callable) -> None:
         processes.wait()
         expert = published.read(path, env, config.n_expert)
         model, chat, adapter = load(config, env, expert)
+        published.refuse_second_thoughts(expert, chat)
         if env.agreement != "OK":  # which a prompt has by default
             chat.rendering.agreement = env.agreement
         if config.expert:

@@ -17,11 +17,10 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
 from qlass import UserError
-from qlass.files import read_object, warn
+from qlass.files import read_object, warn_once
 from qlass.messages import State
 from qlass.tiny import MARK, Aids
 
-warn_once = functools.cache(warn)
 LEAST = {"temperature": 0, "max_new_tokens": 1, "top_p": 0.01, "top_k": 0}
 FLAGS = ("temperature", "top_p", "top_k", "stop", "max_new_tokens", "truncate")  # of a stage
 

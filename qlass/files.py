@@ -27,6 +27,9 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
+warn_once = functools.cache(warn)
+
+
 @contextlib.contextmanager
 def one_line(path: str | Path) -> Iterator[None]:
     """A UserError for whatever a library raises about a checkpoint that it can't load."""

@@ -14,8 +14,8 @@ import torch
 from transformers import GgufConfig, ProcessorMixin
 
 from qlass import UserError
-from qlass.chat import Chat, warn_once
-from qlass.files import read_object
+from qlass.chat import Chat
+from qlass.files import read_object, warn_once
 from qlass.policy import next_logits
 
 # A GGUF file's tensors that scale the frequencies of positions, by Llama 3.1 and by longrope.

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from qlass import UserError
-from qlass.files import records_of, warn
-from qlass.messages import State, replay, without_thinking
+from qlass.files import records_of, warn, warn_once
+from qlass.messages import BEGINS, ENDS, State, replay, without_thinking
 from qlass.runs import Output, input_of, meta_of, recipe_of
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
 FIRST = {"system": "system", "instruction": "user", "agreement": "assistant"}  # whose first text
+TURN = ("role", "from", "content", "value")  # fields of a turn that are read
+# Values of other fields that change nothing: they say nothing, or that the turn counts.
+AS_IT_IS = (None, "", [], {}, 1)
 AGREES = r"(?i)\W*(ok(ay)?|sure|yes|understood|i (understand|will)|got it|certainly|all ?right)\b"
 
 
@@ -113,7 +116,30 @@ def demonstration(record: dict, env: Any) -> Demonstration:
     for text in read.actions or [""]:
         if not without_thinking(text).strip():
             raise UserError(f"the assistant writes {text!r:.40}, which is no action")
+    answers = [turn for turn in turns if message(turn)["role"] == "assistant"]
+    for turn in answers[read.agreed :]:  # AgentGym says of the agreement that it has no loss
+        refuse_marks(turn)
     return read
+
+
+def refuse_marks(turn: dict) -> None:
+    """UserError for a turn that is not to be cloned. Warns of what else it has that is not read."""
+    for name, value in turn.items():
+        if name in TURN or value in AS_IT_IS:
+            continue
+        if value == 0:
+            advice = "all that the assistant writes is cloned: take the demonstration out"
+            raise UserError(f"{name} of a turn is {value}, but {advice}")
+        warn_once(f"{name} of the assistant's turns is not read")
+
+
+def refuse_second_thoughts(expert: list[Demonstration], chat: Any) -> None:
+    """UserError for a thought that would be cloned behind one that the chat template has ended."""
+    if ENDS.search(chat.ask):
+        for text in itertools.chain(*(demonstration.actions for demonstration in expert)):
+            if mark := BEGINS.search(text):
+                problem = f"a demonstration's {mark[0]} would be cloned behind {chat.ask.strip()!r}"
+                raise UserError(f"{problem}, which the chat template writes: take it out of them")
 
 
 def message(turn: dict) -> dict:

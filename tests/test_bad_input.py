@@ -37,6 +37,7 @@ THEIRS = [{"from": role, "value": text} for role, text in (("system", "be brief"
 RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "reward": 1, "tokens": {"prompt": 1}}
 ROOT = node(0, None, messages=CHAT[:1], task="", env="fake", action=None, source="policy", q=0.5)
 LEAF = node(1, 0, 1.0, done=True, source="policy", q=0.5)
+NOT_TO_BE_LEARNED = [("loss", False), ("train", False), ("weight", 0)]  # by the fields that others mask turns with
 READERS = {
     "expert.jsonl": lambda path: read(path, FakeEnv()),
     "trees.jsonl": lambda path: bellman.main(["--trees", str(path), "--run", str(path.parent / "run")]),
@@ -89,6 +90,8 @@ BAD = {
         (chat(), "the assistant writes '', which is no action"),
         (dump([{"messages": CHAT, "conversations": CHAT}]), "it has messages and conversations: leave one"),
         (chat(LEFT, reward=25), ":1: reward can't be 25"),
+        (chat(LEFT, reward="1"), "reward can't be '1'"),
+        *((chat(turn("left", **{name: no})), f"{name} of a turn is {no}, but all") for name, no in NOT_TO_BE_LEARNED),
     ],
 }
 
@@ -101,7 +104,7 @@ def test_a_bad_file_is_named_with_its_line_and_its_fault(name, content, says, tm
     assert not (tmp_path / "run" / "q_labels.jsonl").exists()
 
 
-def test_what_is_well_defined_is_read(tmp_path):
+def test_what_is_well_defined_is_read(tmp_path, capsys):
     path = tmp_path / "expert.jsonl"
 
     def only(text: str) -> Demonstration:
@@ -120,6 +123,10 @@ def test_what_is_well_defined_is_read(tmp_path):
     for first, agrees in {"left": 0, "Thought: OK\nleft": 0, "OK": 1, "okay.": 1, "I will do my best.": 1}.items():
         both = only(chat(turn(first), turn("here", "user"), turn("right"), turn("there", "user")))
         assert both.actions == [first, "right"][agrees:]
+    agentgym = [turn("OK", loss=False), turn("here", "user", loss=None), turn("left", loss=True)]
+    assert only(chat(*agentgym)).actions == ["left"] and "is not read" not in capsys.readouterr().err
+    only(chat(turn("left", reasoning_content="it is left")))
+    assert "warning: reasoning_content of the assistant's turns is not read" in capsys.readouterr().err
 
 
 WORLD = {"env": "shop", "env_option": [], "env_files": {}}

@@ -1,6 +1,7 @@
 """States, actions, marks and how they become tokens under the chat templates of real model families."""
 
 import datetime
+from contextlib import nullcontext
 
 import pytest
 from fakes import SENTENCE_PIECE, TEMPLATES, chat_tokenizer, tiny_backbone, tiny_lm, word_chat
@@ -10,11 +11,13 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
 from qlass import UserError
 from qlass.batching import LogProb, Sample, Score
-from qlass.chat import Chat, Rendering, warn_once
+from qlass.chat import Chat, Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.fast.packing import pack_pairs
+from qlass.files import warn_once
 from qlass.messages import State, parse_action, react, uniforms
 from qlass.policy import Policy
+from qlass.published import Demonstration, refuse_second_thoughts
 from qlass.tiny import MARK, mark
 from train_qnet import Pair, QNet, scorer
 
@@ -279,6 +282,10 @@ def test_thinking_is_off_by_the_templates_own_switch_in_all_turns(template, word
     assert written.endswith(words) and written.count("/nothink") == 3 * ("/nothink" in template)
     assert written.count("think>") == 3 * words.count("think>")
     assert capsys.readouterr().err.count("has no switch") == (words == "<think>\n")
+    for thought, refused in (("<think>left?</think>", "</think>" in words), ("", False)):
+        cloned = Demonstration("a", State((("user", "go"), ("assistant", f"{thought}Action: left"))))
+        with pytest.raises(UserError, match="<think> would be cloned behind") if refused else nullcontext():
+            refuse_second_thoughts([cloned], chat)
 
 
 @pytest.mark.parametrize("kind", ["special", "ordinary", "split"])

@@ -27,7 +27,8 @@ import sft
 import train_qnet
 from qlass import UserError, lora, models
 from qlass.agent import load_policy
-from qlass.chat import Rendering, warn_once
+from qlass.chat import Rendering
+from qlass.files import warn_once
 from qlass.messages import State
 from train_qnet import QNet
 
