@@ -107,7 +107,7 @@ def react(thought: str, action: str) -> str:
     return f"Thought: {thought}\nAction: {action}" if thought else f"Action: {action}"
 
 
-# What models put around their thoughts: <think>, <thought>, <reasoning>, <seed:think>, ◁think▷, [THINK].
+# What stands around a thought: <think>, <thought>, <reasoning>, <seed:think>, ◁think▷, [THINK].
 BEGINS = re.compile(r"[<◁][\w:]*(?i:think|thought|reason)\w*[>▷]|\[THINK\]")
 ENDS = re.compile(r"[<◁]/[\w:]*(?i:think|thought|reason)\w*[>▷]|\[/THINK\]")
 

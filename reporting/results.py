@@ -41,6 +41,12 @@ METHODS = {  # in the order of the table
 APART = 'not one row: name the runs apart: python -m reporting "first=PATH" "second=PATH"'
 ALONE = "not one table: report on each alone"
 RESULT = ("task_id", "env", "method", "reward", "tokens")  # fields that a line must have
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("env", "method", "select", "label", "player", "split", "type"), str),
+    **dict.fromkeys(("M", "N", "seed", "n_steps", "unknown_actions", "env_steps", "resets", "success"), int),
+    **dict.fromkeys(("task_id", "block"), str | int),
+    "steps": list,
+}
 UNTRAINED = ("oracle", "expert", "rule", "chat")  # methods that no training of ours changes
 COSTS = ("prompt", "generated", "scored")
 CONDITION = ["env", "method", "M", "N", "select", "label", "player"]
@@ -130,13 +136,21 @@ def lines_of(path: Path) -> Iterator[tuple[str, dict]]:
     """("FILE:LINE", result). UserError for a file that is not complete, and for what is no result."""
     if not path.exists() and parts_of(path).exists():
         raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
-    for where, record in records_of(path):
-        if missing := [name for name in RESULT if record.get(name) is None]:
+    for where, line in records_of(path):
+        record = {name: value for name, value in line.items() if value is not None}
+        if missing := [name for name in RESULT if name not in record]:
             raise UserError(f"{where}: no {missing[0]}; is this a results.jsonl?")
-        tokens = record["tokens"]
-        if not isinstance(tokens, dict):
-            raise UserError(f"{where}: tokens can't be {tokens!r:.40}: counts by name are expected")
+        for name, value in record.items():
+            if not fits(name, value):
+                raise UserError(f"{where}: {name} can't be {value!r:.40} (data/README.md shows a line)")
         yield where, record
+
+
+def fits(name: str, value: Any) -> bool:
+    """Whether a field of a result may have this value, as far as its type goes."""
+    if name == "tokens":
+        return isinstance(value, dict) and all(isinstance(count, int | float) for count in value.values())
+    return isinstance(value, KINDS.get(name, object))
 
 
 def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None = None) -> list[Group]:

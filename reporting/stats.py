@@ -82,7 +82,7 @@ def of_rewards(estimate: Estimate, sample: np.ndarray) -> Estimate:
     low, high = min(estimate.low, (1 - u) * mean), max(estimate.high, (1 - u) * mean + u)
     if np.isin(sample, (0, 1)).all():
         low, high = stats.binomtest(int(sample.sum()), n).proportion_ci(method="wilson")
-    return replace(estimate, low=float(low), high=float(high))
+    return replace(estimate, low=max(0.0, float(low)), high=min(1.0, float(high)))  # t goes beyond what can be earned
 
 
 def of_blocks(table: pd.DataFrame, blocks: Mapping[Hashable, Hashable]) -> np.ndarray:

@@ -12,6 +12,7 @@ import pandas as pd
 from reporting.results import Group, protocol, tables_of
 from reporting.stats import paired, paired_difference
 
+FEW = 5  # seeds; the t interval of fewer is wider by a half and more than that of many
 SHORT = ["environment", "method", "reward [95 %]", "tasks", "seeds", "success", "tokens", "env steps"]
 HEADLINE = ("chat", "greedy", "sample", "best_of_n", "qlass")
 ROWS_NOTE = (
@@ -44,6 +45,9 @@ def notes(groups: Sequence[Group]) -> list[str]:
     """Lines below the results: the protocol of each environment, and what a row is."""
     protocols = {rows[0].condition.env: protocol(rows) for rows in tables_of(groups)}
     lines = [f"Protocol of {env}: {json.dumps(fields, ensure_ascii=False)}" for env, fields in protocols.items()]
+    seeds = {group.episodes["seed"].nunique() for group in groups} - {1}
+    if seeds and min(seeds) < FEW:
+        lines.append(f"{min(seeds)} seeds say little of other trainings, so the intervals of such rows are wide.")
     return [*(" ".join(line.split()) for line in lines), ROWS_NOTE]
 
 

@@ -38,6 +38,7 @@ RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "reward": 1, "token
 ROOT = node(0, None, messages=CHAT[:1], task="", env="fake", action=None, source="policy", q=0.5)
 LEAF = node(1, 0, 1.0, done=True, source="policy", q=0.5)
 NOT_TO_BE_LEARNED = [("loss", False), ("train", False), ("weight", 0)]  # by the fields that others mask turns with
+OF_ANOTHER_KIND = [("seed", "a"), ("seed", [1]), ("M", 2.5), ("label", ["a"]), ("steps", "left"), ("success", "yes")]
 READERS = {
     "expert.jsonl": lambda path: read(path, FakeEnv()),
     "trees.jsonl": lambda path: bellman.main(["--trees", str(path), "--run", str(path.parent / "run")]),
@@ -74,6 +75,9 @@ BAD = {
         (dump([RESULT, RESULT | {"reward": 50}]), ":2: reward can't be 50"),
         (dump([RESULT | {"reward": None}]), ":1: no reward"),
         (dump([RESULT | {"tokens": 7}]), ":1: tokens can't be 7"),
+        (dump([RESULT | {"tokens": {"prompt": "1"}}]), ":1: tokens can't be {'prompt': '1'}"),
+        (dump([RESULT | {"reward": None}]), ":1: no reward"),
+        *((dump([RESULT | {name: value}]), f":1: {name} can't be {value!r}") for name, value in OF_ANOTHER_KIND),
         (dump([RESULT, {"task_id": "a"}]), ":2: no env"),
     ],
     "ranges.csv": [

@@ -212,7 +212,8 @@ def test_the_protocol_stands_below_the_table_and_alone(tmp_path, capsys):
     tasks = {"test": {"n": 2, "sha256": hashlib.sha256(b"x\ny\n").hexdigest()[:16]}}
     told = PROTOCOL | {"tasks": tasks, "seeds": [0, 1], "methods": ["rule", "SFT greedy", "QLASS M=2"]}
     line = f"Protocol of lake: {json.dumps(told)}"
-    assert line in capsys.readouterr().out.split("\n") and line in Page(tmp_path / "report.html").words
+    page = capsys.readouterr().out
+    assert line in page.split("\n") and line in Page(tmp_path / "report.html").words and "\n2 seeds say little" in page
     report.main([folders[1], "--protocol"])
     assert json.loads(capsys.readouterr().out) == {f"{folders[1]}/results.jsonl": told | {"seeds": [1]}}
     base = run_folder(tmp_path / "base", results_cloned=False)  # a model as it came

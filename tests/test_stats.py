@@ -33,6 +33,8 @@ def test_an_interval_of_rewards_by_hand():
     graded = {(task, seed): 0.5 for task in range(3) for seed in range(2)}  # .5 of the .438 of all that were seen
     estimate = interval(series(graded), rewards=True)
     assert (estimate.mean, estimate.low, estimate.high) == pytest.approx((0.5, 0.2193, 0.7807), abs=1e-4)
+    three = series({(task, seed): (seed + task) / 6 for task in range(4) for seed in range(3)})
+    assert crossed(three.unstack().to_numpy().T).low < 0 == interval(three, rewards=True).low
     many = series({(task, 0): 0.3 + 0.6 * (task % 2) for task in range(400)})
     assert interval(many, rewards=True) == interval(many)
 
