@@ -275,10 +275,13 @@ def clone(config: Config, make_examples: Callable, loss_of: Callable) -> None:
             return
         figures = train(model, examples, validation, config, out, facts["precision"], loss_of)
         if first:
+            from qlass import foreign
+
             figures["epochs"], figures["batch"] = schedule(config, len(examples))
             figures["trajectories"] = len(expert)
             tasks = (demonstration.task_id for demonstration in expert)
             figures["tasks"] = published.learned_tasks(tasks, config.model, env)
+            figures["fingerprint"] = foreign.fingerprint(model, chat)
             runs.write_meta(out, config, recipe, inputs, **figures)
             dtype = models.PRECISIONS[facts["precision"]]
             models.save_checkpoint(model, chat, out, adapter, dtype)

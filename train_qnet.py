@@ -338,7 +338,10 @@ def main(argv: list[str] | None = None) -> None:
             return
         figures = train(qnet, learned, held_out, config, out, facts["precision"])
         if first:
+            from qlass import foreign
+
             ranks = figures["curve"][figures["best_epoch"] - 1]["held_out"]
+            figures["fingerprint"] = foreign.fingerprint(qnet.backbone, qnet.chat, qnet.score)
             runs.write_meta(out, config, recipe, inputs, **figures, **counts, held_out=ranks)
             save(qnet, out, adapter, facts["precision"])
             files.discard(runs.states_of(out))

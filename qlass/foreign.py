@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import torch
 from transformers import GgufConfig, ProcessorMixin
 
 from qlass import UserError
+from qlass.batching import LogProb
 from qlass.chat import Chat
 from qlass.files import read_object, warn_once
-from qlass.policy import next_logits
+from qlass.messages import State, react
+from qlass.policy import Policy, next_logits
 
 # A GGUF file's tensors that scale the frequencies of positions, by Llama 3.1 and by longrope.
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -161,6 +163,48 @@ def check_cache(model: Any, name: str) -> None:
     if median > (0.01 if exact else 0.1):
         problem = f"a token read behind a cache gets other logits, by {median:.1%}"
         raise UserError(f"{name}: {problem}: its model class can't write token by token")
+
+
+# -------------------------------------------------------------------- which checkpoint a server has
+
+# One question for every checkpoint. Its text is long enough that another RoPE reads it otherwise.
+INSTRUCTION = (
+    "You walk through a house and do what you are asked to. In each turn write a thought, then one "
+    'action, as "Thought: ..." and "Action: ...". You can go to a place, open or close it, take a '
+    "thing from it, put a thing into it, and look. If nothing happens, the action was not possible."
+)
+OBSERVATION = (
+    "You stand in the middle of a kitchen. Around you are a fridge 1, a sink 1, a stove 2, a table "
+    "1, a shelf 3 and a drawer 4. On the table 1 are a red cup 2, a plate 1 and half an apple 5. "
+    "Your task is to: put a clean cup into the drawer 4."
+)
+ACTIONS = (
+    react("The cup stands on the table. I take it first.", "take cup 2 from table 1"),
+    react("A clean cup is wanted, so I go to the sink.", "go to sink 1"),
+    react("", "open drawer 4"),
+    react("I do not know where I am.", "look"),
+)
+MESSAGES = (("user", INSTRUCTION), ("assistant", "OK"), ("user", OBSERVATION))
+FIXED = LogProb(State(MESSAGES, "put a clean cup into the drawer 4."), ACTIONS)
+
+
+def fits(chat: Chat) -> bool:
+    """Can FIXED be asked within the model's context?"""
+    return all(chat.fits(FIXED.state, action) for action in FIXED.actions)
+
+
+def fingerprint(
+    model: Any, chat: Chat, answer: Callable[[list], list] | None = None
+) -> list[float] | None:
+    """What a checkpoint answers to FIXED, log pi(a | s) or Q(s, a) of each action; None where it is
+    not kept: of a training in few bits, which are not what is saved, and of a short context.
+
+    answer: the `score` of a QNet of which the model is the backbone; None: an agent is asked.
+    """
+    if getattr(model, "is_quantized", False) or not fits(chat):
+        return None
+    (values,) = (answer or Policy(model, chat).likelihoods)([FIXED])
+    return [round(value, 5) for value in values]
 
 
 # ------------------------------------------------------------------------------- transformers 4

@@ -18,6 +18,7 @@ from qlass.agent import begin_as_cloned, load_policy
 from qlass.chat import Rendering
 from qlass.config import Run
 from qlass.files import read_jsonl
+from qlass.foreign import FIXED
 from qlass.messages import State
 from qlass.policy import Policy
 from qlass.published import Demonstration, first_messages, read
@@ -177,7 +178,9 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     run = ["--env", "frozenlake", "--run", str(tmp_path)]
     sft.main([*run, "--model", str(model), "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
     assert not (tmp_path / "expert.jsonl").exists()
-    chat, env = load_policy(tmp_path / "sft").chat, FakeEnv()
+    policy, env = load_policy(tmp_path / "sft"), FakeEnv()
+    chat, fingerprint = policy.chat, json.loads((tmp_path / "sft.meta.json").read_text())["fingerprint"]
+    assert fingerprint == pytest.approx(policy.likelihoods([FIXED])[0], abs=1e-3) and len(set(fingerprint)) == 4
     own = {"system": "Be brief.", "instruction": "You are shopping.", "agreement": turns[1]["value"]}
     assert chat.rendering == Rendering(**own) and len(chat.tokenizer) == len(CHAT.tokenizer)
     begin_as_cloned(env, chat.rendering, Run())

@@ -16,6 +16,7 @@ from qlass.agent import load_policy
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
 from qlass.fast.packing import pack_pairs, packed_loss
+from qlass.foreign import FIXED
 from qlass.messages import State
 from qlass.pairs import Pair, families, hold_out, pairs_of, sibling_accuracy
 from qlass.runs import meta_of
@@ -171,6 +172,7 @@ def test_the_command_says_what_it_has_trained_and_does_it_again(train, tmp_path,
     figures = sibling_accuracy([TREE], {(p.state, p.action): q(net, p) for p in TREE})  # of what was saved
     held_out = {name: meta["held_out"][name] for name in figures}
     assert held_out == pytest.approx(figures, rel=1e-4) and figures["sibling_pairs"]
+    assert meta["fingerprint"] == pytest.approx(net.score([FIXED])[0], abs=1e-4) and len(set(meta["fingerprint"])) == 4
     assert f"ranked right {figures['sibling_accuracy']:.3f} of" in capsys.readouterr().out
     train(out="again")
     content = files.sha256(tmp_path / "qnet")
@@ -216,7 +218,7 @@ def test_pairs_beyond_the_context_are_left_out_or_cut(train, tmp_path, monkeypat
     for flags, cut in (([], False), (["--truncate", "oldest"], True)):
         train(*flags, out=f"cut-{cut}")
         meta = meta_of(tmp_path / f"cut-{cut}")
-        assert (meta["pairs_left_out"] == 0) == cut
+        assert (meta["pairs_left_out"] == 0) == cut and meta["fingerprint"] is None
         assert (f"{meta['pairs_left_out']} pairs are left out" in capsys.readouterr().out) != cut
 
 
