@@ -39,7 +39,7 @@ import envs
 from qlass.agent import load_agent
 from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask
 from qlass.chat import Chat, Rendering
-from qlass.config import Natural, Positive, Sampling, free, read, run_stage
+from qlass.config import Natural, Positive, Sampling, free, is_url, read, run_stage
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Episode, Step, costs_of, describe
 from qlass.runs import find_or_make
@@ -255,18 +255,17 @@ def load(
     """The agent's Chat, what answers requests, and the checkpoints that do."""
     models: Models = {}
     inputs: dict[str, Path | None] = {}
-    url = config.qnet if config.qnet and config.qnet.startswith("http") else None
-    if with_q and not url:
+    if with_q and config.qnet and is_url(config.qnet):
+        from qlass import served_qnet
+
+        served, inputs["qnet"] = served_qnet.load(config.qnet, config)
+        models[Score] = served.score
+    elif with_q:
         named = Path(config.qnet) if config.qnet else None
         qnet = inputs["qnet"] = find_or_make(named, "train_qnet", "qnet", config)
         models[Score] = load_qnet(qnet, config).score
     sft = inputs["sft"] = find_or_make(config.sft, "sft", "sft", config)
     agent = load_agent(sft, config, env)
-    if with_q and url:
-        inputs["qnet"] = None  # else results by a folder's QNet could join those by the server's
-        from qlass.served_qnet import ServedQNet
-
-        models[Score] = ServedQNet(url, agent.chat, config.in_flight or 64).score
     return agent.chat, models | {Sample: agent.sample, LogProb: agent.likelihoods}, inputs
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments import rewording
-from qlass import UserError
+from qlass import Refused, UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
 from qlass.messages import State
@@ -58,19 +58,29 @@ def under_wordings(sample: Callable, reworder: Reworder, wordings: int = 0) -> C
                 key = r.key if wording == r.state.task else (*r.key, wording)
                 several.append(dataclasses.replace(r, state=reword(r.state, wording), n=n, key=key))
         drawn = iter(sample(list(itertools.chain(*parts))))
-        return [[Reworded(**vars(c), wording=p.state.task) for p in several for c in next(drawn)] for several in parts]
+        return [[worded(c, p) for p in several for c in next(drawn)] for several in parts]
 
     return answer
 
 
+def worded(candidate: Any, request: Sample) -> Any:
+    """With the wording that it was sampled under; a Refused as it is."""
+    if isinstance(candidate, Refused):
+        return candidate
+    return Reworded(**vars(candidate), wording=request.state.task)
+
+
 def by_server(url: str) -> Reworder:
-    """Wordings by an OpenAI-compatible chat server; where an answer is empty, the task's own."""
+    """Wordings by an OpenAI-compatible chat server; where it refuses or says nothing, the task's own."""
     server = Server(url, "--paraphrase-server")
 
     def ask(task: str, index: int) -> str:
         if index == 0:
             return task
-        reply = server.chat([("user", PROMPT + task)], temperature=0.7, max_tokens=ROOM, seed=index)
+        try:
+            reply = server.chat([("user", PROMPT + task)], temperature=0.7, max_tokens=ROOM, seed=index)
+        except Refused:
+            return task
         if reply.cut and not reply.text:
             raise UserError(f"{server.name}: has not begun after {ROOM} tokens: does it think?")
         return " ".join(reply.text.split()).strip("\"' ") or task

@@ -21,7 +21,7 @@ from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.config import free, run_stage
 from qlass.messages import State
-from qlass.server import Server
+from qlass.server import Server, or_refused
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."
 PLANS = "\nYour plans after attempts at this task that failed:\n"
@@ -85,7 +85,8 @@ def main(argv: list[str] | None = None) -> None:
     chat, models, inputs = q_search.load(config, env, with_q=any(method.needs_q for method in plan))
     if config.server:
         ask = Server(config.server).chat
-        models[Reflect] = lambda requests: [ask(request.state.messages).text for request in requests]
+        plan_for = or_refused(lambda request: ask(request.state.messages).text)
+        models[Reflect] = lambda requests: [plan_for(request) for request in requests]
     results.play(config, env, tasks, plan, chat, models, inputs)
 
 

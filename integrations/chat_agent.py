@@ -39,7 +39,7 @@ from qlass.config import Natural, Positive, Real, Run, free, read, run_stage
 from qlass.messages import State, react, uniforms, without_thinking
 from qlass.published import demonstrate
 from qlass.results import Episode, describe
-from qlass.server import Server
+from qlass.server import Server, or_refused
 
 FINAL = "<|channel|>final<|message|>"  # harmony's answer begins behind it, and ends before the next mark
 LABEL = re.compile(r"(?im)^[^\w\n]*action *\d*[^\w\n]*?[:：\n][*`\s]*")
@@ -117,7 +117,7 @@ class ChatAgent:
     def sample(self, requests: list[Sample]) -> list[list[Answer]]:
         jobs = [(r, self.examples(r.key[0])) for r in requests]  # here: an environment is not for threads
         with ThreadPool(self.config.in_flight) as pool:  # it raises an error when all others have answered
-            return [[answer] for answer in pool.starmap(self.answer, jobs, chunksize=1)]
+            return [[answer] for answer in pool.starmap(or_refused(self.answer), jobs, chunksize=1)]
 
     def _examples(self, task_id: str) -> list[tuple[str, str]]:
         """The turns of demonstrations for a task, of others than its subject."""

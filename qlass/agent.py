@@ -8,10 +8,11 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from qlass.chat import Rendering
-from qlass.config import Sampling
+from qlass.config import Sampling, is_url
 from qlass.files import warn
 from qlass.models import device_and_precision, load_chat, load_checkpoint
 from qlass.policy import Policy
+from qlass.runs import meta_of
 
 
 def begin_as_cloned(env: Any, rendering: Rendering, config: Any) -> None:
@@ -43,10 +44,10 @@ def load_agent(sft: Path, config: Sampling, env: Any = None) -> Any:
     if env:
         begin_as_cloned(env, options["rendering"], config)
     if config.server:
-        from qlass.server import ServerPolicy
+        from qlass.served_policy import ServerPolicy
 
-        chat = load_chat(sft, options["rendering"])
-        return ServerPolicy(config.server, chat, config.seed, config.in_flight or 64)
+        chat, fingerprint = load_chat(sft, options["rendering"]), meta_of(sft).get("fingerprint")
+        return ServerPolicy(config.server, chat, config.seed, config.in_flight or 64, fingerprint)
     return load_policy(sft, config.seed, config.cache_gb, **options)
 
 
@@ -64,13 +65,10 @@ def settled(config: Any) -> dict[str, Any]:
     if hasattr(config, "device"):  # a chat model has none here
         named = getattr(config, "precision", None)
         facts["precision"] = device_and_precision(config.device, named)[1]
-    if getattr(config, "server", None):
-        from qlass.server import Server
+    for name in ("server", "qnet"):
+        url = getattr(config, name, None)
+        if url and (name == "server" or is_url(str(url))):
+            from qlass.server import Server
 
-        facts["server_model"] = Server(config.server).model
-    qnet = getattr(config, "qnet", None)
-    if isinstance(qnet, str) and qnet.startswith("http"):
-        from qlass.server import Server
-
-        facts["qnet_model"] = Server(qnet, "--qnet").model
+            facts[f"{name}_model"] = Server(url, f"--{name}").model
     return facts

@@ -80,6 +80,11 @@ def flag(name: str) -> str:
     return f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
 
 
+def is_url(text: str) -> bool:
+    """Is this the URL of a server, perhaps as HOST:PORT, and no path?"""
+    return bool(re.match(r"\w+://|([\w.-]+|\[[\da-f:]+\]):\d+\b", text))
+
+
 # ------------------------------------------------------------------- settings that commands share
 
 

@@ -121,12 +121,13 @@ def claim(output: Path, recipe: dict, overwrite: bool, may_change: Sequence[str]
         before, now = begun.get(name), recipe.get(name)
         if before == now or name in may_change:
             continue
-        if name in ("qnet", "qnet_model") and not (name in begun and name in recipe):
+        if name in ("qnet", "qnet_model") and not ("qnet" in begun and "qnet" in recipe):
             continue  # a search without Q has no QNet
         hashed = isinstance(now, str) and len(now) == 64
         text = "that has changed or is another" if hashed else f"{before}, not {now}"
         way_out = "--overwrite starts again, another --out or --run keeps both"
-        raise UserError(f"{output} was begun with {flag(name)} {text}: {way_out}")
+        named = flag(name.removesuffix("_model"))  # a server's, which stands in its URL
+        raise UserError(f"{output} was begun with {named} {text}: {way_out}")
     return begun | recipe
 
 

@@ -1,29 +1,31 @@
-"""An OpenAI-compatible server, such as vLLM or SGLang: `--server URL[#MODEL]`, and `--qnet`.
+"""An OpenAI-compatible server, such as vLLM or SGLang: how it is asked, and what of its replies
+counts. No number may come from a reply that was cut, given up, or written by another model.
 
-The weights are there; the agent's checkpoint folder named beside it gives tokenizer and rendering.
-A `ChatPolicy` needs no folder, as the server renders its messages. Each text has a seed of
-(run seed, task, node, candidate): a server gives the same answers again.
+What it is asked stands in qlass/served_policy.py and qlass/served_qnet.py.
 """
 
+import math
 import os
 import re
+import ssl
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from threading import Lock
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import numpy as np
+from qlass import Refused, UserError
+from qlass.files import parse_json, warn
+from qlass.messages import State
 
-from qlass import UserError
-from qlass.batching import Candidate, LogProb, Sample
-from qlass.chat import Chat, any_of
-from qlass.files import parse_json
-from qlass.messages import State, uniforms
-
-ALL = 1 << 30  # top-k of all tokens: 0 for some servers, -1 for others, a large number for each
 TRIES = 80  # after waits of 0.5, 1, 2, 4, 8, 8, ... seconds, or what the server asks for
+REFUSALS = (400, 413, 422)  # of this request, whatever the answers to others are
+HELLO = ("user", "a")  # a first question, which no server refuses for its words
+CHAT_OPTIONAL = ("seed", "stop")  # fields that a chat can do without
+# What lists of models call a model's context, in tokens.
+CONTEXTS = ("max_model_len", "context_length", "max_context_length", "context_window")
 ENDS = (None, "", "stop", "length", "eos", "eos_token", "stop_sequence", "end_turn")
 
 
@@ -35,7 +37,10 @@ class Reply(NamedTuple):
 
 
 class Server:
-    """The model at http://HOST:PORT/v1, with #MODEL if there are several; $OPENAI_API_KEY."""
+    """The model at http://HOST:PORT/v1, with #MODEL if there are several; $OPENAI_API_KEY.
+
+    context: the model's there, in tokens; inf if the server does not tell it.
+    """
 
     def __init__(self, url: str, flag: str = "--server") -> None:
         import openai
@@ -43,51 +48,150 @@ class Server:
         address, _, self.model = url.partition("#")
         if "://" not in address:
             address = f"http://{address}"
+        self.openai = openai
         self.name = f"{flag} {address}"
-        self.errors = openai.OpenAIError
+        self.answers_as = ""  # the model's name in replies
+        self.left_out: list[str] = []  # fields that are not sent
+        self.chat_settled = False
+        self.first_chat = Lock()
         self.first_retry = Lock()
-        local = urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")  # without a proxy
-        self.client = openai.OpenAI(
-            base_url=address,
-            api_key=os.environ.get("OPENAI_API_KEY") or "none",
-            max_retries=TRIES,
-            timeout=openai.Timeout(600.0, connect=5.0),
-            http_client=openai.DefaultHttpxClient(
-                trust_env=not local, event_hooks={"request": [self._warn]}
-            ),
-        )
-        self.model = self.model or self._only_model()
+        self.client = self._connect(address)
+        listed = self._list_models()
+        if not self.model and len(listed) != 1:
+            several = ", ".join([*listed][:9]) or "no model"
+            raise UserError(f"{self.name}: serves {several}: name one, URL#MODEL")
+        self.model = self.model or next(iter(listed))
+        entry = listed.get(self.model, {})
+        self.base = entry.get("parent")  # of an adapter
+        sizes = []
+        for model in (entry, listed.get(self.base or "", {})):
+            sizes += [model[name] for name in CONTEXTS if isinstance(model.get(name), int)]
+        self.context: float = min(sizes, default=math.inf)
+
+    def _connect(self, address: str) -> Any:
+        """A client. UserError for what no second try mends: a bad key, address or proxy, and https
+        where http is served."""
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        if not re.fullmatch("[!-~]+", key):
+            raise UserError("OPENAI_API_KEY holds a space, a line end or a letter beyond ASCII")
+        try:
+            parts = urlsplit(address)
+            form = re.fullmatch(r"https?://\S+", address)
+            if not form or not parts.hostname or parts.port == 0:
+                raise ValueError("it is no http://HOST:PORT/v1")
+            local = parts.hostname in ("localhost", "127.0.0.1", "::1")  # without a proxy
+            hooks = {"request": [self._warn], "response": [self._give_up]}
+            client = self.openai.OpenAI(
+                base_url=address,
+                api_key=key,
+                max_retries=TRIES,
+                timeout=self.openai.Timeout(600.0, connect=5.0),
+                http_client=self.openai.DefaultHttpxClient(trust_env=not local, event_hooks=hooks),
+            )
+            if parts.scheme == "https":
+                client.with_options(max_retries=0).get("/models", cast_to=str)
+        except self.openai.APIStatusError:  # not every server has a list
+            pass
+        except self.openai.APIConnectionError as error:
+            cause = innermost(error)
+            if isinstance(cause, ssl.SSLError):
+                raise UserError(f"{self.name}: {cause}") from None
+        except Exception as error:  # whatever the client's library raises about an address
+            raise UserError(f"{self.name}: {error}") from None
+        return client
 
     def _warn(self, request: Any) -> None:
         retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         if retry and self.first_retry.acquire(blocking=False):
-            print(f"warning: {self.name} is busy or away; retried for 10 minutes", file=sys.stderr)
+            warn(f"{self.name} is busy or away; retried for 10 minutes")
 
-    def _only_model(self) -> str:
-        """UserError if there are several: a base may be listed before the adapter that is meant."""
-        names = self.ask("/models", lambda reply: [str(m["id"]) for m in reply["data"] or []])
-        if len(names) != 1:
-            several = ", ".join(names[:9]) or "no model"
-            raise UserError(f"{self.name}: serves {several}: name one, URL#MODEL")
-        return names[0]
+    def _give_up(self, response: Any) -> None:
+        """Mark a reply that would be the same again: no such endpoint, or an account without
+        money."""
+        unpaid = response.status_code == 429 and b"insufficient_quota" in response.read()
+        if unpaid or response.status_code == 501:
+            response.headers["x-should-retry"] = "false"
+
+    def _list_models(self) -> dict[str, dict]:
+        """What the server says of its models, by their names. A base may be listed before the
+        adapter that is meant."""
+
+        def read(reply: dict) -> dict[str, dict]:
+            return {str(entry["id"]): dict(entry) for entry in reply["data"] or []}
+
+        try:
+            return self.ask("/models", read)
+        except UserError:
+            if self.model:  # not every server has a list
+                return {}
+            raise
 
     def ask(self, path: str, read: Callable[[dict], Any], body: dict | None = None) -> Any:
-        """What `read` finds in the reply; UserError if no number may come from it."""
+        """What `read` finds in the reply. UserError if no number may come from it: Refused, if that
+        is for this question alone."""
         text = ""
+        kind: type[UserError] = UserError
+        complete = bool(urlsplit(str(self.client.base_url)).path.strip("/"))
+        hint = "" if complete else "; is the URL complete, with /v1?"
         try:
             if body is None:
                 text = self.client.get(path, cast_to=str)
             else:
-                text = self.client.post(path, body=body, cast_to=str)
-            return read(parse_json(text.encode(), "its reply"))
-        except (UserError, self.errors) as error:
-            problem = str(error)
-            if not text and getattr(error, "status_code", 404) == 404:
-                problem += "; is it a server's URL, with /v1?"
+                sent = {name: value for name, value in body.items() if name not in self.left_out}
+                text = self.client.post(path, body=sent, cast_to=str)
+            reply = parse_json(text.encode(), "its reply")
+            self._hold_on_to_name(reply)
+            return read(reply)
+        except UserError as error:
+            kind = type(error)
+            problem = f"{error}{hint}"
+        except self.openai.APIConnectionError as error:
+            problem = str(innermost(error))
+        except self.openai.APIStatusError as error:
+            kind = Refused if error.status_code in REFUSALS else UserError
+            problem = f"{error}{hint}"
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             problem = f"answers {text}"
         problem = " ".join(problem.split())[:300]
-        raise UserError(f"{self.name}: {problem}")
+        raise kind(f"{self.name}: {problem}")
+
+    def _hold_on_to_name(self, reply: dict) -> None:
+        """The first reply says how the server calls its model, perhaps by an alias, with a date or
+        a folder. UserError for another name later, and for an adapter's base."""
+        name = reply.get("model")
+        if not name:
+            return
+        if not self.answers_as:
+            self.answers_as = name
+            if name != self.model:
+                print(f"{self.name}: {self.model} answers as {name}", file=sys.stderr)
+        if name != self.answers_as:
+            raise UserError(f"answers by {name}, and by {self.answers_as} before")
+        if name == self.base:
+            raise UserError(f"answers by {name}, the base of {self.model}")
+
+    def settle(self, ask: Callable[[], Reply], fields: Sequence[str]) -> Reply:
+        """Ask a first question. Of these fields, those that the server refuses are left out from
+        now on, one by one: the one that it names or, if it names none, the next.
+
+        UserError if it refuses what remains.
+        """
+        rest = list(fields)
+        while True:
+            try:
+                reply = ask()
+                break
+            except Refused as error:
+                problem = str(error)
+            if not rest:
+                raise UserError(problem)
+            named = [name for name in rest if re.search(rf"\b{name}\b", problem)]
+            field = (named or rest)[0]
+            rest.remove(field)
+            self.left_out.append(field)
+        if self.left_out:
+            warn(f"{self.name} refuses {', '.join(self.left_out)}: left out of each request")
+        return reply
 
     def complete(self, options: dict[str, Any]) -> Reply:
         """A completion of a prompt of token ids."""
@@ -95,7 +199,7 @@ class Server:
 
         def read(reply: dict) -> Reply:
             choice = reply["choices"][0]
-            usage = self.usage_of(reply, len(body["prompt"]))
+            usage = usage_of(reply, len(body["prompt"]))
             answer = reply_of(choice, choice["text"], usage)
             tokens, room = usage["completion_tokens"], body["max_tokens"]
             if answer.cut and room > 1 and (not answer.text or 0 < tokens < room):
@@ -106,39 +210,53 @@ class Server:
         return self.ask("/completions", read, body)
 
     def chat(self, messages: Sequence[tuple[str, str]], **options: Any) -> Reply:
-        """A chat completion; messages are (role, content)."""
+        """A chat completion; messages are (role, content). The first one has a short one before
+        it: what is refused later is refused for its words."""
+        with self.first_chat:
+            if not self.chat_settled:
+                self.settle(partial(self._chat, [HELLO], options), CHAT_OPTIONAL)
+                self.chat_settled = True
+        return self._chat(messages, options)
+
+    def _chat(self, messages: Sequence[tuple[str, str]], options: dict[str, Any]) -> Reply:
         body = {"model": self.model, "messages": State(tuple(messages)).dump()} | options
         letters = sum(len(word) + 1 for _, text in messages for word in text.split())
 
         def read(reply: dict) -> Reply:
             choice = reply["choices"][0]
-            usage = self.usage_of(reply, letters // 8, more=True)  # a token has 3 to 6 letters
+            usage = usage_of(reply, letters // 8, more=True)  # a token has 3 to 6 letters
             return reply_of(choice, content_of(choice["message"]), usage)
 
         return self.ask("/chat/completions", read, body)
 
-    def usage_of(self, reply: dict, least: int, more: bool = False) -> dict[str, Any]:
-        """As of a Reply, if the model that is meant has read `least` tokens, or `more`."""
-        usage = dict(reply.get("usage") or {})
-        length = int(usage.get("prompt_tokens") or 0)
-        if 0 < length < least:  # some servers count apart what they have cached
-            details = usage.get("prompt_tokens_details") or {}
-            length += details.get("cached_tokens") or 0
-        model = str(reply.get("model") or self.model)
-        if not same_model(self.model, model):
-            raise UserError(f"answers by {model}, not by {self.model}: name it as the server does")
-        if 0 < length < least or (length > least and not more):
-            raise UserError(f"reads {length} tokens of {least}: a short context or another model?")
-        usage["prompt_tokens"] = length
-        usage["completion_tokens"] = int(usage.get("completion_tokens") or 0)
-        return usage
+
+def innermost(error: BaseException) -> BaseException:
+    """What caused an error in the first place."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return error
+
+
+def usage_of(reply: dict, least: int, more: bool = False) -> dict[str, Any]:
+    """As of a Reply. UserError unless the model has read `least` tokens, or `more`."""
+    usage = dict(reply.get("usage") or {})
+    length = int(usage.get("prompt_tokens") or 0)
+    if 0 < length < least:  # some servers count apart what they have cached
+        details = usage.get("prompt_tokens_details") or {}
+        length += details.get("cached_tokens") or 0
+    if 0 < length < least or (length > least and not more):
+        raise UserError(f"reads {length} tokens of {least}: a short context or another model?")
+    usage["prompt_tokens"] = length
+    usage["completion_tokens"] = int(usage.get("completion_tokens") or 0)
+    return usage
 
 
 def reply_of(choice: dict, text: Any, usage: dict[str, Any]) -> Reply:
-    """UserError if the server gave up its reply."""
+    """UserError if the server gave up its reply; Refused for what it would filter again."""
     end = choice.get("finish_reason")
     if end not in ENDS or not isinstance(text, str):
-        raise UserError(f"gives up a reply: {choice}")
+        kind = Refused if end == "content_filter" else UserError
+        raise kind(f"gives up a reply: {choice}")
     return Reply(text, end == "length", usage, choice)
 
 
@@ -151,139 +269,20 @@ def content_of(message: dict) -> str | None:
     return content or message.get("refusal") or ("" if thought else content)
 
 
-def same_model(name: str, reply: str) -> bool:
-    """Does a reply name this model? Its date, the default revision or folders may be added."""
-    bare = re.sub(r"(-\d{4}-?\d\d-?\d\d|@main|:latest)$", "", reply)
-    pairs = [(name, reply), (reply, name), (name, bare), (bare, name)]
-    return any(f"/{long}".endswith(f"/{short}") for long, short in pairs)
+def or_refused(function: Callable) -> Callable:
+    """The function, which now returns the Refused that it raised."""
+
+    def answer(*job: Any) -> Any:
+        try:
+            return function(*job)
+        except Refused as error:
+            return error
+
+    return answer
 
 
 def side_by_side(function: Callable[[Any], Any], jobs: list, width: int) -> list[Any]:
-    """`function` of each job, in order; its threads are daemons: Ctrl-C waits for no reply."""
+    """`function` of each job, in order, or its Refused. Its threads are daemons: Ctrl-C waits for
+    no reply."""
     with ThreadPool(max(1, min(width, len(jobs)))) as pool:
-        return list(pool.imap(function, jobs))
-
-
-class ServerPolicy:
-    """pi(a | s) by a server that holds the checkpoint's weights; free text."""
-
-    def __init__(self, url: str, chat: Chat, seed: int = 0, parallel: int = 64) -> None:
-        if chat.rendering.candidates == "valid":
-            problem = "the checkpoint chooses by probabilities, which no server tells"
-            raise UserError(f"--server: {problem}; leave it out, or train with --candidates free")
-        self.chat = chat
-        self.seed = seed
-        self.parallel = parallel
-        self.server = Server(url)
-        self.computed = 0  # tokens read and written, as the server counts them
-        others = [chat.tokenizer.decode([t]) for t in sorted(chat.stop_ids - {chat.stop_id})]
-        self.ends = [text.strip() for text in (chat.stop, *others)]
-        self._check_seeds()
-
-    def _check_seeds(self) -> None:
-        """Warn of a server that ignores them, by a question whose answers should differ."""
-        body = self._body(State((("user", "a"),)), 2.0)  # here the surest agent's texts differ
-        body |= {"max_tokens": 8, "top_p": 1, "top_k": ALL}
-        texts = {self.server.complete(body | {"seed": seed}).text for seed in range(4)}
-        if len(texts) == 1:
-            print(f"warning: {self.server.name} ignores seeds: texts are equal", file=sys.stderr)
-
-    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        """Candidates are drawn one by one, each with its seed."""
-        jobs = []
-        for r in requests:
-            body = self._body(r.state, r.temperature)
-            for k in range(r.n):
-                u = uniforms(1, self.seed, *r.key, k)[0]
-                jobs.append(body | {"seed": int(u * 2**31)})
-        replies = side_by_side(self.server.complete, jobs, self.parallel)
-        drawn = map(self._candidate, replies)
-        return [[next(drawn) for _ in range(r.n)] for r in requests]
-
-    def _body(self, state: State, temperature: float) -> dict[str, Any]:
-        """A request of an action; each setting, else a default of the server's would act."""
-        rendering = self.chat.rendering
-        stop = [*self.ends, *rendering.stop]
-        return {
-            "prompt": self.chat.prompt(state),
-            "max_tokens": rendering.max_new_tokens,
-            "stop": stop[:4],  # a server takes no more; `action_in` has the others
-            "stop_token_ids": sorted(self.chat.stop_ids),
-            "temperature": temperature,
-            "top_p": rendering.top_p,
-            "top_k": rendering.top_k or ALL,
-            "min_p": 0,
-            "repetition_penalty": 1,
-            "repeat_penalty": 1,
-        }
-
-    def _candidate(self, reply: Reply) -> Candidate:
-        text = any_of(self.ends).split(reply.text)[0]
-        tokens = reply.usage["completion_tokens"] or len(self.chat.action(text, ""))
-        self.computed += reply.usage["prompt_tokens"] + tokens
-        return Candidate(self.chat.action_in(text), tokens, float("nan"))
-
-    def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
-        """log pi(a | s) of texts, where the server tells log-probabilities of a prompt (vLLM)."""
-        jobs = []
-        for r in requests:
-            prompt = self.chat.prompt(r.state)
-            for action in r.actions:
-                ids = self.chat.action(action, r.state.task, len(prompt))
-                jobs.append((prompt, ids))
-                self.computed += len(prompt) + len(ids)
-        sums = iter(side_by_side(self._logprob, jobs, self.parallel))
-        return [[next(sums) for _ in r.actions] for r in requests]
-
-    def _logprob(self, job: tuple[list[int], list[int]]) -> float:
-        """log p of a text's tokens behind those of a prompt."""
-        prompt, ids = job
-        body = {"prompt": prompt + ids, "max_tokens": 1, "prompt_logprobs": 0}
-        entries = self.server.complete(body).choice.get("prompt_logprobs") or []
-        if len(entries) != len(prompt) + len(ids):
-            raise UserError(f"{self.server.name} tells no log-probabilities: no --method likeliest")
-        total = 0.0
-        for token, entry in zip(ids, entries[len(prompt) :], strict=True):
-            total += entry[str(token)]["logprob"]
-        return total
-
-
-class ChatPolicy:
-    """A chat model behind a server, which renders the messages: it answers what a `Policy` does."""
-
-    def __init__(self, url: str, flag: str, max_tokens: int, seed: int = 0, parallel: int = 16):
-        self.server = Server(url, flag)
-        self.max_tokens, self.seed, self.parallel = max_tokens, seed, parallel
-
-    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        """Free text, whatever a request has as valid."""
-
-        def reply(job: tuple[Sample, int]) -> Candidate:
-            request, k = job
-            seed = int(uniforms(1, self.seed, *request.key, k)[0] * 2**31)
-            options = {"temperature": request.temperature, "seed": seed}
-            options["max_tokens"] = self.max_tokens
-            answer = self.server.chat(request.state.messages, **options)
-            return Candidate(answer.text, answer.usage["completion_tokens"], float("nan"))
-
-        jobs = [(request, k) for request in requests for k in range(request.n)]
-        replies = iter(side_by_side(reply, jobs, self.parallel))
-        return [[next(replies) for _ in range(request.n)] for request in requests]
-
-    def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
-        """log p of each valid text as the reply's first token, (A,); -inf where it is not among the
-        20 likeliest. UserError if the server tells no log-probabilities."""
-        return side_by_side(self._first_token, requests, self.parallel)
-
-    def _first_token(self, request: Sample) -> np.ndarray:
-        options = {"temperature": 1, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
-        choice = self.server.chat(request.state.messages, **options).choice
-        tokens = (choice.get("logprobs") or {}).get("content")
-        if not tokens:
-            raise UserError(f"{self.server.name} tells no log-probabilities of a reply")
-        logprobs = dict.fromkeys(request.valid, -np.inf)
-        for token in tokens[0]["top_logprobs"]:  # of "A" and " A" the likelier one
-            text = token["token"].strip()
-            if text in logprobs:
-                logprobs[text] = max(logprobs[text], token["logprob"])
-        return np.array(list(logprobs.values()))
+        return list(pool.imap(or_refused(function), jobs))

@@ -11,6 +11,7 @@ from qlass import UserError
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
 from qlass.runs import meta_of
+from qlass.server import HELLO
 
 
 class World(FakeEnv):
@@ -26,10 +27,15 @@ class Fake:
     def __init__(self) -> None:
         self.text, self.details = "Thought: {seed}\nAction: right\nObservation: you win", None
         self.seen, self.message, self.end = [], None, "stop"
+        self.refused: tuple[int, ...] = ()  # the numbers of the questions
         self.prompt = lambda words: words
 
     def answer(self, body):
+        if body["messages"] == [{"role": "user", "content": HELLO[1]}]:  # whether it answers at all
+            return 200, {"choices": [{"message": {"content": "yes"}}], "model": "first"}
         self.seen.append(body)
+        if len(self.seen) in self.refused:
+            return 400, {"error": {"message": "against our rules"}}
         words = sum(len(message["content"].split()) for message in body["messages"])
         text = self.text.format(**body)
         usage = {"prompt_tokens": self.prompt(words), "completion_tokens": len(text.split()), "total_tokens": 1}
@@ -71,6 +77,14 @@ def test_it_plays_and_the_report_has_its_row(fake, tmp_path, capsys):
     text = (tmp_path / "report.md").read_text()
     assert "| chat agent: first | 1.000" in text and "| chat agent: first | type 1 | 1.000" in text
     assert "not known how many of 2 tasks played are also in the demonstrations of first" in capsys.readouterr().err
+
+
+def test_a_refused_task_is_played_as_0_and_the_others_are_played(fake, tmp_path, capsys):
+    fake.refused = (2,)  # the second step of the first task
+    first, second = played(fake, tmp_path, "--in-flight", "1")
+    assert (first["reward"], first["n_steps"], second["reward"], second["n_steps"]) == (0, 0, 1, 3)
+    assert "against our rules" in first["refused"] and "refused" not in second
+    assert "1 of these tasks are refused, and count as 0" in capsys.readouterr().err
 
 
 def test_demonstrations_of_the_type_come_first(fake, tmp_path):

@@ -101,7 +101,7 @@ def test_trials_continue_with_further_wordings_and_start_again_after_the_last():
 
 
 def test_a_servers_wording_is_one_line_and_the_task_itself_if_it_says_nothing():
-    replies, seen = iter([(200, ' "one\n line" '), (200, ""), (404, "")]), []
+    replies, seen = iter([(200, "hello"), (200, ' "one\n line" '), (200, ""), (400, ""), (404, "")]), []
 
     def answer(body):
         seen.append(body)
@@ -110,7 +110,7 @@ def test_a_servers_wording_is_one_line_and_the_task_itself_if_it_says_nothing():
 
     with serving(answer) as url:
         ask = by_server(url)
-        assert [ask(TASK, n) for n in range(3)] == [TASK, "one line", TASK]
+        assert [ask(TASK, n) for n in range(4)] == [TASK, "one line", TASK, TASK]
         assert seen[-1]["model"] == "first" and seen[-1]["messages"][0]["content"].endswith(TASK)
         with pytest.raises(UserError, match=r"--paraphrase-server.*404"):
-            ask(TASK, 3)
+            ask(TASK, 4)

@@ -10,6 +10,7 @@ from transformers import AutoModel, GemmaConfig, HeliumConfig, LlamaConfig, Mist
 from qlass.batching import Score
 from qlass.messages import State
 from qlass.served_qnet import ServedQNet
+from qlass.server import Server
 from train_qnet import QNet
 
 VLLM = shutil.which("vllm")
@@ -31,7 +32,7 @@ def test_vllm_reads_a_qnets_folder_and_gives_its_values(tmp_path, monkeypatch, k
     env = dict(VLLM_TARGET_DEVICE="cpu", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # with "" vLLM believes in Triton
     with served(serve, tmp_path / "log", **env) as url:
-        there = ServedQNet(f"{url}/v1", chat)
+        there = ServedQNet(Server(f"{url}/v1"), chat)
         asked = [Score(s, ("Action: left", "Action: right")) for s in (state, state.then("Action: left", "you"))]
         for mine, local in zip(there.score(asked), net.score(asked), strict=True):
             assert mine == pytest.approx(local, abs=1e-4)

@@ -24,12 +24,12 @@ from qlass import UserError
 from qlass.agent import load_agent, load_policy, loading
 from qlass.batching import Sample, Score, ask
 from qlass.chat import Rendering
-from qlass.config import Positive, Sampling
+from qlass.config import Positive, Sampling, is_url
 from qlass.files import read_trees
 from qlass.messages import State, parse_action, react, uniforms, without_thinking
 from qlass.pairs import pairs_of
 from qlass.policy import Policy
-from qlass.server import ChatPolicy
+from qlass.served_policy import ChatPolicy
 from qlass.tiny import task_words
 from train_qnet import load_qnet
 
@@ -123,7 +123,7 @@ class Context:
     def judge(self) -> Policy | ChatPolicy:
         """The chat model of --judge: a server's, or a checkpoint's, asked by its chat template."""
         config, tokens = self.config, self.config.judge_tokens
-        if "://" in config.judge:
+        if is_url(config.judge):
             return ChatPolicy(config.judge, "--judge", tokens, config.seed)
         settings = loading(self.path("judge"), config) | {"rendering": Rendering(max_new_tokens=tokens, stop=())}
         return load_policy(config.judge, config.seed, config.cache_gb, **settings)
