@@ -3,7 +3,7 @@
     q, gains = turn_values(scorer(QNet.from_pretrained("runs/webshop/qnet")), messages)
 
 Messages are as QNet learned them: instruction, "OK", the first observation, then actions and observations in turns. The
-tiny model also needs the task's sentence, which verifiers has in `info["task_sentence"]`.
+tiny model also reads the task's sentence, which verifiers has in `info["task_sentence"]`.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,10 @@ def turn_values(qnet: Any, messages: list, task: str = "") -> tuple[list[float],
     """Q(s, a) of each action, and its gain over the action before. The gains sum to the last Q."""
     state = State.load([turn if isinstance(turn, dict) else vars(turn) for turn in messages], task)
     turns, system = state.messages, state.messages[0][0] == "system"
-    if not (opening := getattr(qnet, "qnet", qnet).chat.aids.opening(turns[system:])):
+    chat = getattr(qnet, "qnet", qnet).chat
+    if (chat.rendering.mark_matches or chat.rendering.compact) and not task:
+        raise UserError("this QNet reads a page beside the task's sentence, so give it: turn_values(..., task=)")
+    if not (opening := chat.aids.opening(turns[system:])):
         raise UserError("messages begin with an instruction and the agent's OK, as QNet learned them")
     start = system + opening  # of the first observation
     places = range(start + 1, len(turns), 2)

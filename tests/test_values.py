@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from fakes import FakeEnv, serving
+from fakes import FakeEnv, serving, tiny_backbone, word_chat
 
 from integrations.values import step_reward, turn_values
 from qlass import UserError
@@ -37,6 +37,10 @@ def test_each_turn_has_the_value_that_a_search_sees(qnet):
     assert turn_values(qnet, state.dump()[:3], state.task) == ([], [])
     with pytest.raises(UserError, match="begin with an instruction and the agent's OK"):
         turn_values(qnet, state.dump()[2:])
+    for aid in ("mark_matches", "compact"):  # of the tiny model, which reads no page without it
+        chat = word_chat(**{aid: True})
+        with pytest.raises(UserError, match=r"the task's sentence, so give it: turn_values\(\.\.\., task=\)"):
+            turn_values(QNet(tiny_backbone(chat), chat, hidden=8), state.dump())
 
 
 @pytest.mark.slow
