@@ -2,7 +2,8 @@
 
 Everything here reads one sequence at a time. `FastPolicy` (qlass/fast/decode.py) gives the same
 answers at a fraction of the cost; --plain does without it. A random number depends on (seed, task,
-node, candidate) alone, so the same seed gives the same files whatever the batch size.
+node, candidate) alone. So in float32 the same seed gives the same files whatever the batch size; in
+bf16 a batch of another size rounds in other ways.
 """
 
 from __future__ import annotations
