@@ -23,7 +23,7 @@ ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
 FIRST = {"system": "system", "instruction": "user", "agreement": "assistant"}  # whose first text
 TURN = ("role", "from", "content", "value")  # fields of a turn that are read
 # Values of other fields that change nothing: they say nothing, or that the turn counts.
-AS_IT_IS = (None, "", [], {}, 1)
+AS_IT_IS: tuple = (None, "", [], {}, 1)
 AGREES = r"(?i)\W*(ok(ay)?|sure|yes|understood|i (understand|will)|got it|certainly|all ?right)\b"
 
 
