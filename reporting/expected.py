@@ -24,7 +24,10 @@ def read_ranges(path: Path) -> list[dict[str, Any]]:
 
 
 def verdicts(groups: Sequence[Group], ranges: Sequence[dict[str, Any]]) -> list[str]:
-    """One line per reward and range: "agent .720, expected .70 to .73: ok"; or one that there is none."""
+    """One line per reward and range: "agent .720, expected .70 to .73: ok"; or one that there is none.
+
+    The mean itself is compared, not the rounded one that the line shows.
+    """
     lines = []
     for row in ranges:
         *key, low, high = row.values()
@@ -32,8 +35,18 @@ def verdicts(groups: Sequence[Group], ranges: Sequence[dict[str, Any]]) -> list[
             c = group.condition
             if not c.label and [c.env, c.method, c.M or 1, c.N or 1, c.select or ""] == key:
                 name = "agent" if c.method == "greedy" else str(c)
-                verdict = "ok" if low <= round(group.reward.mean, 2) <= high else "not as expected"
-                pairs = (group.reward.mean, 3), (low, 2), (high, 2)
-                mean, *ends = (f"{number:.{digits}f}".lstrip("0") for number, digits in pairs)
-                lines.append(f"{name} {mean}, expected {' to '.join(ends)}: {verdict}")
+                mean = group.reward.mean
+                expected = f"expected {short(low, 2)} to {short(high, 2)}"
+                lines.append(f"{name} {short(mean, 3)}, {expected}: {verdict(mean, low, high)}")
     return lines or ["no range is expected for any of these results"]
+
+
+def verdict(mean: float, low: float, high: float) -> str:
+    if low <= mean <= high:
+        return "ok"
+    side, distance = ("below", low - mean) if mean < low else ("above", mean - high)
+    return f"not as expected, {short(distance, 4)} {side}"
+
+
+def short(number: float, digits: int) -> str:
+    return f"{number:.{digits}f}".lstrip("0")

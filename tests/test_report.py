@@ -116,8 +116,10 @@ def test_expected_ranges_are_checked(tmp_path):
     records = [RESULT | {"method": name, "M": m, "reward": r, "label": label} for name, m, r, label in played]
     groups, ranges = list(groups_in(tmp_path, records).values()), expected.read_ranges(tmp_path / "expected.csv")
     assert expected.verdicts(groups, ranges) == [
-        "agent .710, expected .70 to .73: ok", "QLASS M=4 .700, expected .76 to .80: not as expected",
+        "agent .710, expected .70 to .73: ok", "QLASS M=4 .700, expected .76 to .80: not as expected, .0600 below",
     ]  # fmt: skip
+    assert expected.verdict(0.7984, 0.8, 0.84) == "not as expected, .0016 below"  # which rounds to .80
+    assert expected.verdict(0.85, 0.8, 0.84) == "not as expected, .0100 above"
 
 
 def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_refused(tmp_path, capsys):
