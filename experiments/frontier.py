@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from qlass.runs import meta_of
-from reporting.figures import MARKERS, STYLE, curve
+from reporting.figures import MARKERS, STYLE, curve, place_marks
 from reporting.results import Group, ancestors, models_of
 
 TASKS = (100, 1_000, 10_000)  # that an agent plays
@@ -19,7 +19,7 @@ SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 
 
 @mpl.rc_context(STYLE)
-def frontier(groups: Sequence[Group]) -> Figure | None:
+def frontier(groups: Sequence[Group], narrow: bool = False) -> Figure | None:
     """Train or search: mean reward against the tokens of training and of playing 100, 1,000 and 10,000 tasks.
 
     A line an agent, from greedy over QLASS with more and more candidates, and a dotted one over best-of-N by QNet;
@@ -39,8 +39,9 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
             lines.setdefault(key, [starts[agent]]).append(group)
     if not any(len(line) > 1 for line in lines.values()) or not any(cost[id(g)] for g in starts.values()):
         return None
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    for axes, tasks in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
+    figure = Figure(figsize=(4.6, 9) if narrow else (11, 4.4), layout="constrained")
+    panels = figure.subplots(*((len(TASKS), 1) if narrow else (1, len(TASKS))), sharey=True)
+    for axes, tasks in zip(panels, TASKS, strict=True):
         for (agent, label, style), line in lines.items():
             i = list(starts).index(agent)
             x = [(cost[id(group)] + tasks * group.mean("total")) / 1e6 for group in line]
@@ -52,7 +53,8 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
         axes.set_title(f"{tasks:,} tasks", loc="left", fontsize=10)
         log_axis(axes, "million tokens in all")
     figure.axes[0].set_ylabel("mean reward")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2 if narrow else 4)
+    place_marks(figure)
     return figure
 
 

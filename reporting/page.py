@@ -18,6 +18,7 @@ import pandas as pd
 from qlass.files import read_trees
 from qlass.messages import parse_action
 from reporting import tables
+from reporting.figures import Pictures
 from reporting.results import Group
 
 TITLES = {
@@ -36,8 +37,8 @@ def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def sections(groups: Sequence[Group], pictures: dict[str, dict[str, str]], warnings: Iterable[str] = ()) -> list[str]:
-    """Warnings, the first figure, the tables, the other figures; pictures: {figure: {environment: SVG}}."""
+def sections(groups: Sequence[Group], pictures: Pictures, warnings: Iterable[str] = ()) -> list[str]:
+    """Warnings, the first figure, the tables, the other figures."""
     rows = tables.headline(groups)
     *folds, last = [fold(title, table(rows_of(groups))) for title, rows_of in tables.TABLES.items()]
     results = [table(tables.results_table(rows)[tables.SHORT]), *map(note, tables.notes(groups)), *folds]
@@ -45,7 +46,7 @@ def sections(groups: Sequence[Group], pictures: dict[str, dict[str, str]], warni
     parts = [section("results", "Results", *results)]
     parts += [section("differences", "Paired differences in reward", *differences)]
     for name, title in TITLES.items():
-        drawings = [figure(title, env, svg) for env, svg in pictures[name].items()]
+        drawings = [figure(title, env, *svgs) for env, svgs in pictures[name].items()]
         parts.insert(0 if name == "tokens" else len(parts), section(name, title, *drawings))
     return [section("warnings", "Warnings", *map(note, warnings)), *parts]
 
@@ -55,9 +56,11 @@ def section(name: str, title: str, *parts: str) -> str:
     return f'<section id="{name}"><h2>{escape(title)}</h2>{body}</section>' if body else ""
 
 
-def figure(title: str, env: str, svg: str) -> str:
+def figure(title: str, env: str, wide: str, narrow: str) -> str:
+    """A figure in two widths, of which the page shows the one that fits the screen."""
     caption = f"<figcaption>{escape(env)}</figcaption>"
-    return f'<figure role="img" aria-label="{escape(f"{title}, {env}")}">{svg}{caption}</figure>'
+    drawings = f'<div class="on-wide">{wide}</div><div class="on-narrow">{narrow}</div>'
+    return f'<figure role="img" aria-label="{escape(f"{title}, {env}")}">{drawings}{caption}</figure>'
 
 
 def note(text: str) -> str:
@@ -73,6 +76,7 @@ def table(rows: pd.DataFrame) -> str:
         return ""
     if rows["environment"].nunique() == 1:  # the figures say it: narrow screens need the place
         rows = rows.drop(columns="environment")
+    rows = rows.map(lambda text: text.replace(", ", ",\u00a0"))  # an interval stays on one line
     with pd.option_context("display.max_colwidth", None):
         return f'<div class="wide" tabindex="0">{rows.to_html(index=False, border=0)}</div>'
 

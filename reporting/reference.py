@@ -8,7 +8,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from reporting.figures import COLOURS, GREY, INK, STYLE, curve
+from reporting.figures import COLOURS, GREY, INK, STYLE, curve, place_marks
 from reporting.stats import Estimate
 
 FOLDER = Path(__file__).parents[1] / "runs" / "reference_output"
@@ -67,6 +67,7 @@ def draw(results: pd.DataFrame, lines: dict, settings: pd.DataFrame) -> Figure:
     grid[-1, 0].set_ylabel("minus the agent's,\na dot per seed")
     grid[0, 0].set_ylabel("reward, 95 % interval")
     figure.legend([*legend.values()], [*legend], loc="outside lower center", ncols=3, fontsize=9)
+    place_marks(figure)
     return figure
 
 

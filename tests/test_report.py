@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -107,6 +108,26 @@ def test_qlass_meets_the_best_of_n_of_its_cost_and_of_its_samples(tmp_path):
     groups = groups_in(tmp_path, [RESULT | record | {"task_id": task} for record in records for task in "ab"])
     met = [b for a, b in differences(groups.values()) if a == "QLASS M=2"]
     assert met == ["best-of-N, picked by QNet N=3", "best-of-N, picked by QNet N=2"]
+
+
+def test_the_axis_is_that_of_the_searches_and_marks_stand_apart(tmp_path):
+    """A chat agent without a reward, at 50 times the tokens, is named at the edge."""
+    played = [
+        ("greedy", 1, 0.7, 100),
+        *(("qlass", m, 0.7 + m / 100, 100 + m) for m in range(2, 9)),
+        ("chat", 1, 0.0, 5000),
+    ]
+    records = [
+        RESULT | {"method": name, "M": m, "reward": reward, "tokens": {"generated": tokens}, "task_id": str(task)}
+        for name, m, reward, tokens in played for task in range(40)
+    ]  # fmt: skip
+    for narrow in (False, True):
+        figure = figures.tokens(list(groups_in(tmp_path, records).values()), narrow)
+        left, _ = figure.axes
+        assert left.get_ylim()[0] > 0.1 and left.get_xlim()[1] < 200
+        assert left.texts[0].get_text() == "chat agent: 0.000 at\n5,000"
+        boxes = [text.get_window_extent() for text in left.texts]
+        assert len(boxes) == 8 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 def test_expected_ranges_are_checked(tmp_path):
@@ -281,7 +302,7 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     html = Page(tmp_path / "report.html")
     sections = ["tokens", "results", "differences", "labels", "trees", "inputs"]
     assert [a["id"] for _, a in html.tags if a.get("id") in sections] == sections  # the figure comes first
-    assert sum(tag == "svg" for tag, _ in html.tags) == 2
+    assert sum(tag == "svg" for tag, _ in html.tags) == 4  # each figure in two widths
     assert all((attributes.get(name) or "#")[0] == "#" for _, attributes in html.tags for name in ("src", "href"))
     assert any("default-src 'none'" in attributes.get("content", "") for _, attributes in html.tags)  # no network
     assert all(phrase in html.words for phrase in ("0.688 [", "where the interval covers 0"))
