@@ -23,7 +23,10 @@ from tyro.conf import Positional
 
 from qlass import UserError
 from qlass.config import parse, run_stage
-from qlass.files import replacing
+from qlass.files import replacing, warn
+from qlass.runs import outdated
+
+TREES = ("q_labels.jsonl", "trees.jsonl")  # of a run, for the viewer: the first that there is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +56,33 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{out}: the page is HTML: name it .html")
     warnings: list[str] = []
     groups = read_results(sources, warnings)
+    inputs = [path for _, path in sources]
+    trees = config.trees or next((path for path in map(run.joinpath, TREES) if path.exists()), None)
+    warnings += stale([*inputs, *filter(None, [trees])])
 
     text = tables.text(groups, warnings)
     with replacing(out.with_suffix(".md")) as file:
         file.write(text)
     print(text)
-    trees = [path for path in (run / "q_labels.jsonl", run / "trees.jsonl") if path.exists()]
-    viewer = page.tree_data(config.trees or next(iter(trees), None))
+    viewer = page.tree_data(trees)
     pictures = figures.draw(groups, out, (figures.tokens, figures.labels, frontier))
     sections = page.sections(groups, pictures, warnings)
-    inputs = [path for _, path in sources]
     with replacing(out) as file:
         file.write(page.render(sections, viewer, inputs))
     print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
     if config.expected:
         print("\n".join(expected.verdicts(groups, expected.read_ranges(config.expected))))
+
+
+def stale(paths: list[Path]) -> list[str]:
+    """What was made from something that has changed since; each is printed, too."""
+    changes = dict.fromkeys(change for path in paths for change in outdated(path))
+    texts = [
+        f"{product} was made from another {source} than there is now: make it again" for product, source in changes
+    ]
+    for text in texts:
+        warn(text)
+    return texts
 
 
 if __name__ == "__main__":

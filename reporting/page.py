@@ -26,6 +26,7 @@ TITLES = {
     "labels": "Labels compared (Fig. 4)",
     "frontier": "Train or search: reward against all tokens",
 }
+BRANCHES = 3  # that the agent has ended in the tree that is shown first, if there is such a tree
 FIELDS = ("observation", "reward", "done", "source", "branch", "expert", "q", "q_raw")  # of a node, for the viewer
 
 
@@ -41,7 +42,9 @@ def sections(groups: Sequence[Group], pictures: Pictures, warnings: Iterable[str
     """Warnings, the first figure, the tables, the other figures."""
     rows = tables.headline(groups)
     *folds, last = [fold(title, table(rows_of(groups))) for title, rows_of in tables.TABLES.items()]
-    results = [table(tables.results_table(rows)[tables.SHORT]), *map(note, tables.notes(groups)), *folds]
+    notes = tables.notes(rows)
+    protocols = fold("Protocol: what the numbers mean", "".join(map(note, tables.protocols(groups))))
+    results = [table(tables.headline_table(rows)), *map(note, notes), protocols, *folds]
     differences = [table(tables.differences_table(rows)), note(tables.DIFFERENCES_NOTE), last]
     parts = [section("results", "Results", *results)]
     parts += [section("differences", "Paired differences in reward", *differences)]
@@ -84,15 +87,24 @@ def table(rows: pd.DataFrame) -> str:
 def tree_data(path: Path | None, limit: int = 60) -> str:
     """The trees for the page's viewer as JSON: at most `limit`, evenly spread over the file.
 
-    {"total", "trees": [{"task", "text", "nodes": [{"parent": its place or -1, "action", "thought", ...}]}]}; a node
-    comes after its parent.
+    {"total", "first", "trees": [{"task", "text", "nodes": [{"parent": its place or -1, "action", "thought", ...}]}]}; a
+    node comes after its parent. first: the place of the tree that is shown first, in which the agent has ended several
+    branches.
     """
     if path is None:
         return "null"
     trees = list(map(viewer_tree, read_trees(path)))
     shown = trees[:: max(1, math.ceil(len(trees) / limit))]
-    text = json.dumps({"total": len(trees), "trees": shown}, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
+    ends = [agent_ends(tree["nodes"]) for tree in shown]
+    first = next((i for i, n in enumerate(ends) if n >= BRANCHES), ends.index(max(ends)))
+    data = {"total": len(trees), "first": first, "trees": shown}
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def agent_ends(nodes: list[dict]) -> int:
+    """How many branches of a tree the agent has ended, the expert's not counted."""
+    inner = {node["parent"] for node in nodes}
+    return sum(i not in inner and node["source"] != "expert" for i, node in enumerate(nodes))
 
 
 def viewer_tree(tree: list[dict]) -> dict:

@@ -220,6 +220,7 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
         "total": math.nan if record["method"] == "scorer" else sum(tokens.get(part, 0) for part in COSTS),
         "steps": record.get("n_steps", len(steps)),
         "unknown": record.get("unknown_actions", 0),
+        "choices": len([step for step in steps if len(step.get("candidates") or ()) > 1]),
         "repeats": len(steps) - len(turns),  # steps whose action had the same answer earlier in the episode
         "env_steps": record.get("env_steps", record.get("n_steps", len(steps))),
         "resets": record.get("resets", 1),

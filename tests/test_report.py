@@ -110,6 +110,31 @@ def test_qlass_meets_the_best_of_n_of_its_cost_and_of_its_samples(tmp_path):
     assert met == ["best-of-N, picked by QNet N=3", "best-of-N, picked by QNet N=2"]
 
 
+def test_what_qnet_adds_and_how_often_there_was_a_choice(tmp_path):
+    """Of four tasks greedy earns none; search by log-probability one, QLASS three, where QNet had three choices."""
+    played = {("greedy", 1): "0000", ("likeliest", 2): "0001", ("qlass", 2): "0111", ("qlass", 4): "1111"}
+    step = {"action": "a", "observation": "o", "candidates": [{"action": "a", "q": 0.1}]}
+    fork = step | {"candidates": [{"action": "a", "q": 0.1}, {"action": "b", "q": 0.0}]}
+    records = [
+        RESULT | {"method": name, "M": m, "task_id": str(task), "reward": int(reward), "n_steps": 2}
+        | {"steps": [step, fork if name == "qlass" and int(reward) else step]}
+        for (name, m), rewards in played.items() for task, reward in enumerate(rewards)
+    ]  # fmt: skip
+    rows = list(groups_in(tmp_path, records).values())
+    table = tables.headline_table(tables.headline(rows)).set_index("method")
+    assert table.index[1] == "search by the agent's log-probability M=2"
+    over = table[["minus SFT greedy", "minus log-probability"]].map(lambda text: text.partition(" ")[0])
+    assert over.to_numpy().tolist() == [["", ""], ["+0.250", ""], ["+0.750", "+0.500"], ["+1.000", ""]]
+    (line,) = tables.what_qnet_adds(rows)  # with four candidates there is no other search to compare
+    assert line == (
+        "QLASS M=2 minus SFT greedy: +0.750. Search by log-probability has +0.250 without a QNet. "
+        "QNet adds +0.500 [+0.000, +1.000], which may be noise."
+    )
+    assert ("QLASS M=2", "search by the agent's log-probability M=2") in differences(rows)
+    first, _ = tables.choices_table(rows).to_dict("records")
+    assert list(first.values()) == ["lake", "QLASS M=2", "8", "3 (38%)", "4", "1 (25%)", "3", "1", "0"]
+
+
 def test_the_axis_is_that_of_the_searches_and_marks_stand_apart(tmp_path):
     """A chat agent without a reward, at 50 times the tokens, is named at the edge."""
     played = [
@@ -146,10 +171,13 @@ def test_expected_ranges_are_checked(tmp_path):
 def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_refused(tmp_path, capsys):
     file, parts = tmp_path / "results.jsonl", tmp_path / "results.jsonl.parts"
     write(file, [RESULT, RESULT | {"task_id": "b"}, RESULT | {"method": "sample"}])
+    write(tmp_path / "results.meta.json", [{"recipe": {"sft": "of before"}, "inputs": {"sft": "agent.json"}}])
+    (tmp_path / "agent.json").touch()
     parts.mkdir()
     report.main(["--run", str(tmp_path)])
+    stale = f"{file} was made from another {tmp_path / 'agent.json'} than there is now: make it again"
     texts = capsys.readouterr().err, Page(tmp_path / "report.html").words, (tmp_path / "report.md").read_text()
-    for warning in (f"{file}: is being extended", "lake: rows over 1 tasks and over 2: their means may differ"):
+    for warning in (stale, f"{file}: is being extended", "lake: rows over 1 tasks and over 2: their means may differ"):
         assert all(warning in text for text in texts)
     write(tmp_path / "results_b.jsonl", [RESULT | {"task_id": "c"}, RESULT | {"reward": 0}])
     with pytest.raises(UserError, match=r"results.jsonl:1 and .*results_b.jsonl:2"):
@@ -315,6 +343,17 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     for name in ("q", "expert", "reward", "observation"):
         assert [node[name] for node in first] == [line.get(name) for line in nodes[:6]]
     assert (first[4]["action"], first[4]["thought"]) == ("click[b02]", "It is redder.")
+
+    def tree(task: str, *sources: str) -> list[dict]:
+        """A root and a leaf of each source."""
+        root = nodes[0] | {"task_id": task, "nodes": 1 + len(sources), "node_id": 0}
+        leaves = [{"task_id": task, "node_id": i, "parent_id": 0, "source": s} for i, s in enumerate(sources, 1)]
+        return [root, *(nodes[1] | leaf for leaf in leaves)]
+
+    expert, few, grown = tree("a", *["expert"] * 4), tree("b", "policy", "expert"), tree("c", *["policy"] * 3)
+    for trees, place in ((expert + few + grown, 2), (expert + few, 1), (grown + few, 0)):
+        write(tmp_path / "trees.jsonl", trees)
+        assert json.loads(page.tree_data(tmp_path / "trees.jsonl"))["first"] == place
 
 
 def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
