@@ -9,7 +9,13 @@ The lake's lines are of the five commands that the page shows, and of
         grep -E '"task_id": "4x4/(12|03)"' runs/lake/$file.jsonl > docs/walkthrough/lake/$file.jsonl
     done
 
-The shop's are of `make demo`, a search on the last 420 training tasks, and the same loop for "2033", without `expert`:
+The purchase's are of `make demo`, of a task in which three steps have a choice:
+
+    grep '"task_id": "3407"' runs/demo/results.jsonl | grep -E '"greedy"|"qlass", "M": 4' \
+        >> docs/walkthrough/shop/results.jsonl
+
+The shop's others are of an earlier demo, a search on the last 420 training tasks, and the first loop for "2033",
+without `expert`:
 
     python q_search.py --env webshop --run runs/demo --split train --skip 2670 --limit 0 --method greedy qlass -M 4 \
         --out runs/demo/results-train.jsonl
@@ -30,6 +36,7 @@ from docs import svg
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, LINES, README = ROOT / "docs/walkthrough.md", ROOT / "docs/walkthrough", ROOT / "README.md"
 DEEPEST = 7  # of the shop's tree
+PURCHASE = "3407"  # a test task of the shop
 MAP = ("FFFF", "FHFH", "FFFH", "HFFG")
 
 
@@ -37,9 +44,9 @@ def read(path: str) -> list[dict]:
     return [json.loads(line) for line in (LINES / path).read_text(encoding="utf-8").splitlines()]
 
 
-def played(part: str, task_id: str) -> dict:
+def played(part: str, task_id: str, method: str = "qlass") -> dict:
     lines = read(f"{part}/results.jsonl")
-    return next(line for line in lines if (line["method"], line["task_id"]) == ("qlass", task_id))
+    return next(line for line in lines if (line["method"], line["task_id"]) == (method, task_id))
 
 
 def move(action: str) -> str:
@@ -57,14 +64,32 @@ def click(action: str) -> str:
     return "search" if command.startswith("search") else f"{words[2]} {words[1]}" if "$" in thought else thought
 
 
+def choice(action: str) -> str:
+    """A shop's action by the agent's thought, which names the product: "Rovka mounted router, $45"."""
+    thought = action.removeprefix("Thought: ").partition("\nAction: ")[0]
+    return re.sub(r"^\d+ (\$\d+)\S* (.+)", r"\2, \1", thought)
+
+
+def content(page: str, task: str) -> str:
+    """What tells a shop's page from others: no buttons, no names of products by letters and digits."""
+    shared = (
+        r"Observation:\n.*|[A-Z]\d{3}|< Prev|Next >|Back to Search|Buy Now|Description|Features|Reviews|Rating.*|Page.*"
+    )
+    parts = [part for part in page.split(" [SEP] ") if part != task and not re.fullmatch(shared, part)]
+    return " · ".join(parts)
+
+
 def episodes() -> dict[str, str]:
     """File name -> SVG, of an episode."""
-    walk, purchase = played("lake", "4x4/03"), played("shop", "1978")
+    walk = played("lake", "4x4/03")
     cells = ["At cell 03.", *(step["observation"] for step in walk["steps"][:-1])]
-    rest = ["Observation:\nInstruction:", purchase["task"], "Back to Search", "Next >", "Description", "Reviews"]
-    pages = [step["observation"].split(" [SEP] ") for step in purchase["steps"][:-1]]
-    shown = ["Search", *(" · ".join(part for part in page if part not in rest) for page in pages)]
-    return {"episode.svg": svg.episode(walk, cells, rows=MAP), "purchase.svg": svg.episode(purchase, shown, 2, 470)}
+    purchase, greedy = (played("shop", PURCHASE, method) for method in ("qlass", "greedy"))
+    pages = ["Search", *(content(step["observation"], purchase["task"]) for step in purchase["steps"][:-1])]
+    titles = f"QLASS, M = {purchase['M']}: candidates and their Q", "The agent alone, greedy"
+    return {
+        "episode.svg": svg.episode(walk, cells, rows=MAP),
+        "purchase.svg": svg.versus(purchase, greedy, pages, choice, titles),
+    }
 
 
 def trees() -> dict[str, str]:

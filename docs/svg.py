@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from textwrap import shorten, wrap
 from xml.sax.saxutils import escape
 
-INK, GREY, TAKEN, REST = "#1f2328", "#59636e", "#2f6fd6", "#c8d7f0"
+INK, GREY, TAKEN, REST, APART = "#1f2328", "#59636e", "#2f6fd6", "#c8d7f0", "#b35900"
 GOOD, BAD, WHITE = "#aceebb", "#ffcecb", "#ffffff"
 RADIUS, COLUMN, ROW = 13, 126, 48  # of a tree, in pixels
 LINE, BAR, CELL = 21, 84, 26  # of an episode and of a map
@@ -92,3 +92,47 @@ def episode(line: dict, pages: list[str], columns: int = 4, width: int = 186, ro
         y = max(below)
     parts.append(text(16, y, f"Reward {line['reward']:g} after {len(cards)} steps", "bold"))
     return picture(16 + width * columns + (CELL + 4) * len(rows), y + 14, 14, parts)
+
+
+def versus(line: dict, rival: dict, pages: list[str], words: Callable[[str], str], titles: Sequence[str]) -> str:
+    """Two results of one task, a row per step.
+
+    Left a step of `line`: where there was a choice the page and the candidates, the highest Q first, the one taken
+    dark. Right the rival's step of the same number, coloured from where the ways part.
+    """
+    split, width = 640, 956
+    parts = [text(16, 28, f"Task: {line['task']}", "bold"), text(16, 62, titles[0], "bold")]
+    parts.append(text(split, 62, titles[1], "bold"))
+    theirs = [words(step["action"]) for step in rival["steps"]]
+    y, same = 92, True
+    for n, (step, page) in enumerate(zip(line["steps"], pages, strict=True)):
+        ranked = sorted(step["candidates"], key=lambda candidate: -candidate["q"])
+        taken = words(step["action"])
+        if n < len(theirs):
+            same = same and theirs[n] == taken
+            colour = GREY if same else APART
+            parts += [text(split, y, f"{n + 1}", fill=colour), text(split + 24, y, theirs[n], fill=colour)]
+        elif n == len(theirs):
+            parts.append(text(split, y, ending(rival), "bold", APART))
+        parts.append(text(16, y, f"{n + 1}", fill=GREY if len(ranked) == 1 else INK))
+        if len(ranked) == 1:
+            parts.append(text(40, y, f"{taken} (all {line['M']} samples)", fill=GREY))
+        else:
+            for row in wrap(page, 84):
+                parts.append(text(40, y, row, fill=GREY))
+                y += LINE
+        for candidate in ranked if len(ranked) > 1 else ():
+            weight, fill = ("bold", TAKEN) if candidate["action"] == step["action"] else ("normal", REST)
+            parts.append(text(40, y, words(candidate["action"]), weight))
+            length = BAR * min(max(candidate["q"], 0.01), 1.0)
+            parts.append(rect(split - 240, y - 11, 2 * length, 13, f'rx="2" fill="{fill}"'))
+            parts.append(text(split - 62, y, f"{candidate['q']:.2f}", weight))
+            y += LINE
+        y += LINE if len(ranked) == 1 else LINE // 2
+    parts.append(text(16, y + 6, ending(line), "bold"))
+    parts.append(f'<path d="M{split - 16} 48 V{y + 6}" stroke="{REST}"/>')
+    return picture(width, y + 24, 14, parts)
+
+
+def ending(line: dict) -> str:
+    return f"Reward {line['reward']:.2g} after {len(line['steps'])} steps"
