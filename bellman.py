@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 from qlass.config import Run, Share, free, read, run_stage
 from qlass.files import read_trees
-from qlass.runs import find_or_make, write_at_once
+from qlass.runs import find_or_make, outdated, write_at_once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +115,8 @@ def write_labels(config: Config) -> None:
     if not labelled:
         raise UserError(f"{path}: holds no trees; build_trees.py writes them")
     counts = metrics(labelled)
+    if out in dict(outdated(out)):
+        print(f"{path} has changed since {out} was made: it is made again")
     of_this_run = path.resolve() == out.resolve().with_name("trees.jsonl")
     may_change = ["trees"] if of_this_run else []  # the run may get more of them
     write_at_once(out, config, chain(*labelled), {"trees": path}, may_change, **counts)

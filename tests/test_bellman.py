@@ -123,6 +123,7 @@ def test_the_command_keeps_every_line_and_adds_q_and_replaces_its_own_labels_alo
     assert "1 of them with all values equal" in capsys.readouterr().out
     more = [n | {"task_id": "v"} for n in flat]  # more trees add labels
     assert len(label([*tree_by_hand(), *flat, *more], "--gamma", "0.5")) == 15
+    assert f"trees.jsonl has changed since {tmp_path / 'labels.jsonl'} was made" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"begun with --gamma 0\.5, not 0\.9"):
         label(flat)
     label(flat, out="b/labels.jsonl")
