@@ -24,7 +24,7 @@ import tyro
 from tyro.conf import Suppress, UseAppendAction, arg
 
 from qlass import UserError, presets
-from qlass.files import read_object
+from qlass.files import read_object, warn
 
 C = TypeVar("C")
 R = TypeVar("R", bound="Run")
@@ -250,14 +250,12 @@ def read(kind: type[R], doc: str | None, argv: Sequence[str] | None) -> R:
     by_name = {text.partition("=")[0]: text for text in config.env_option}
     options = tuple(sorted(by_name.values()))
     config = dataclasses.replace(config, env_option=options, argv=tuple(argv))
-    if (
-        begun
-        and not kind.plays_elsewhere
-        and (env, options) != (begun["env"], tuple(begun["env_option"]))
-    ):
+    if begun and (env, options) != (begun["env"], tuple(begun["env_option"])):
         before = " ".join([begun["env"], *begun["env_option"]])
         reason = f"{run} is of {before}, not of {' '.join([env, *options])}"
-        raise UserError(f"{reason}: leave the flags out, or name another --run")
+        if not kind.plays_elsewhere:
+            raise UserError(f"{reason}: leave the flags out, or name another --run")
+        warn(f"{reason}: its agent plays elsewhere")
     presets.announce(config, chosen)
     return config
 

@@ -104,7 +104,7 @@ def test_a_pretrained_model_has_the_papers_settings(agent):
     assert (trees.preset, trees.rollouts, trees.tasks, trees.depth) == ("paper", 1000, "cloned", 3)
 
 
-def test_a_run_has_one_environment_seed_and_preset(tmp_path):
+def test_a_run_has_one_environment_seed_and_preset(tmp_path, capsys):
     begun = {"env": "frozenlake", "env_option": ["map=4x4"], "env_files": {}, "seed": 4, "preset": "paper"}
     (tmp_path / "run.json").write_text(json.dumps(begun))
     run = ["--run", str(tmp_path)]
@@ -117,4 +117,5 @@ def test_a_run_has_one_environment_seed_and_preset(tmp_path):
         with pytest.raises(UserError, match=rf"{tmp_path} is of frozenlake map=4x4, not of .*: leave the flags out"):
             settings_of(build_trees, *run, *flags)
     assert settings_of(q_search, *run, "--env", "webshop").env_option == ()  # a search may play elsewhere
+    assert f"warning: {tmp_path} is of frozenlake map=4x4, not of webshop: its agent plays" in capsys.readouterr().err
     assert settings_of(q_search, *run, "--env-option", "stray=0").env_option == ("map=4x4", "stray=0")
