@@ -41,6 +41,7 @@ from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.config import Natural, Positive, Sampling, free, is_url, read, run_stage
 from qlass.messages import State, parse_action, uniforms
+from qlass.published import check_qnet
 from qlass.results import Episode, Step, costs_of, describe
 from qlass.runs import find_or_make
 from train_qnet import load_qnet
@@ -255,6 +256,7 @@ def load(
     """The agent's Chat, what answers requests, and the checkpoints that do."""
     models: Models = {}
     inputs: dict[str, Path | None] = {}
+    sft = inputs["sft"] = find_or_make(config.sft, "sft", "sft", config)
     if with_q and config.qnet and is_url(config.qnet):
         from qlass import served_qnet
 
@@ -263,8 +265,8 @@ def load(
     elif with_q:
         named = Path(config.qnet) if config.qnet else None
         qnet = inputs["qnet"] = find_or_make(named, "train_qnet", "qnet", config)
+        check_qnet(qnet, sft, config.env)
         models[Score] = load_qnet(qnet, config).score
-    sft = inputs["sft"] = find_or_make(config.sft, "sft", "sft", config)
     agent = load_agent(sft, config, env)
     return agent.chat, models | {Sample: agent.sample, LogProb: agent.likelihoods}, inputs
 

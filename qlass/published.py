@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qlass import UserError
-from qlass.files import records_of, warn, warn_once
+from qlass.files import records_of, sha256, warn, warn_once
 from qlass.messages import BEGINS, ENDS, State, replay, without_thinking
 from qlass.runs import Output, input_of, meta_of, recipe_of
 
@@ -245,6 +245,19 @@ def of_same_world(recipe: dict[str, Any], env: Any) -> bool:
     """Whether a recipe is of this environment, with the same options and files."""
     shared = ("env", "env_option", "env_files")
     return all(recipe.get(name) == env.settings.get(name) for name in shared)
+
+
+def check_qnet(qnet: Path, sft: Path, env: str) -> None:
+    """UserError if `qnet` is an agent's folder; warns of a QNet that began as another agent than
+    `sft`, or that was trained in another environment than `env`."""
+    if not (qnet / "qnet.json").exists():
+        raise UserError(f"{qnet}: no QNet; name the folder that train_qnet.py wrote")
+    recipe, source = meta_of(qnet)["recipe"], input_of(qnet, "sft")
+    if recipe.get("env", env) != env:
+        warn(f"{qnet}: was trained on {recipe['env']}, and plays {env}")
+    here = source and source.resolve() == sft.resolve()  # if that has changed, it is told already
+    if not here and recipe.get("sft", sha256(sft)) != sha256(sft):
+        warn(f"{qnet}: began as another agent than {sft}")
 
 
 def learned_tasks(tasks: Iterable, base: str | Path, env: Any) -> list[str] | None:

@@ -11,8 +11,9 @@ from test_bellman import node
 
 import bellman
 from qlass import UserError, files
+from qlass.files import sha256
 from qlass.pairs import read_pairs
-from qlass.published import Demonstration, by_task, cloned_from, demonstrations_for, learned_tasks, read
+from qlass.published import Demonstration, by_task, check_qnet, cloned_from, demonstrations_for, learned_tasks, read
 from qlass.results import leaks
 from reporting.expected import read_ranges
 from reporting.results import lines_of
@@ -166,6 +167,25 @@ def test_tasks_that_were_learned_from_are_counted_or_not_known(tasks, recipe, kn
     own = None if known is None and "env" not in recipe else sorted({"7", *(tasks if known is not None else [])})
     assert learned_tasks(["7"], start, shop) == own and learned_tasks(["7", None], start, shop) is None
     assert learned_tasks(["7"], "meta-llama/Llama-2-7b-chat-hf", shop) == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "env", "warning"),
+    [
+        ({}, "shop", ""),
+        ({"sft": "x"}, "shop", "qnet: began as another agent than "),
+        ({"sft": sha256(Path(__file__))}, "shop", ""),
+        ({}, "lake", "qnet: was trained on shop, and plays lake"),
+    ],
+)
+def test_a_qnet_of_another_agent_or_environment_is_told(recipe, env, warning, tmp_path, capsys):
+    qnet = checkpoint(tmp_path / "qnet", recipe=recipe)
+    with pytest.raises(UserError, match=r"qnet: no QNet; name the folder that train_qnet\.py wrote"):  # an agent's
+        check_qnet(qnet, Path(__file__), env)
+    (qnet / "qnet.json").touch()
+    check_qnet(qnet, Path(__file__), env)
+    told = capsys.readouterr().err
+    assert warning in told and bool(told) == bool(warning)
 
 
 def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
