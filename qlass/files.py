@@ -234,7 +234,7 @@ def discard(path: Path) -> None:
 
 def refuse_folder(path: Path) -> None:
     if path.exists() and not path.is_file():
-        raise UserError(f"{path}: a folder or a device, not a file to write: name another")
+        raise UserError(f"{path}: a folder or a device, not a file: name another")
 
 
 @contextlib.contextmanager

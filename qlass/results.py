@@ -17,7 +17,7 @@ from qlass.chat import Chat, Rendering
 from qlass.files import warn
 from qlass.messages import State
 from qlass.published import leaks
-from qlass.runs import Inputs, Output, meta_of, outdated, recipe_of
+from qlass.runs import AGAIN, Inputs, Output, meta_of, outdated, recipe_of
 
 # --------------------------------------------------------------------------- the outcome of a task
 
@@ -208,8 +208,7 @@ def refuse_stale(out: Path, checkpoints: list[Path]) -> None:
     for checkpoint in checkpoints:
         for product, source in outdated(checkpoint):
             reason = f"all was played before {source} changed"
-            way_out = f"make {product} again, and then this (--overwrite)"
-            raise UserError(f"{out}: {reason}: {way_out}")
+            raise UserError(f"{out}: {reason}: {product}: {AGAIN}")
 
 
 def tell(method: Any, records: list[dict], split: str) -> None:

@@ -35,6 +35,7 @@ from qlass.config import Run, begun_with, flag
 from qlass.files import parts_of, share
 
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium", "scienceworld", "textworld")
+AGAIN = "make it and each later output again (--overwrite)"
 Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
 
 # -------------------------------------------------------------------------------- earlier stages
@@ -45,10 +46,12 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path
     path = named or config.run / name
     if named and not path.exists():
         raise UserError(f"{named}: no such file or folder")
+    if name.endswith(".jsonl"):  # told before minutes pass in which other inputs are made
+        files.refuse_folder(path)
     if not path.exists():
         make(path, stage, config)
     for product, source in outdated(path):
-        files.warn(f"{product} was made from another {source} than there is now: make it again")
+        files.warn(f"{product} was made from another {source} than there is now: {AGAIN}")
     return path
 
 
@@ -57,6 +60,8 @@ def make(output: Path, stage: str, config: Run) -> None:
     argv = [word for word in meta_of(output).get("argv", []) if word != "--overwrite"]
     argv = [*argv, "--run", str(config.run)] if argv else handed_on(config)
     problem = f"{output} is missing or not complete"
+    if "--run" in config.argv and not config.run.exists():  # a typo would train for minutes
+        raise UserError(f"{config.run}: no such run: python sft.py --run {config.run} begins it")
     command = f"python {stage}.py {shlex.join(argv)}"
     sft = getattr(config, "sft", None)
     other_agent = sft and stage != "sft" and sft.resolve() != (config.run / "sft").resolve()
@@ -64,6 +69,7 @@ def make(output: Path, stage: str, config: Run) -> None:
         reason = "make it first, by one process and from the --sft that is meant"
         raise UserError(f"{problem}: {reason}: {command}")
     print(f"{problem}: making it with {command}", flush=True)
+    config.run.mkdir(parents=True, exist_ok=True)
     importlib.import_module(stage).main(argv)
 
 

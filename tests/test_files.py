@@ -194,13 +194,17 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_pa
     config, labels, calls = flags("--seed", "1", "--run", str(folder)), folder / "q_labels.jsonl", []
     monkeypatch.setattr("bellman.main", calls.append)
     asked = "bellman", "q_labels.jsonl", config
-    with pytest.raises(UserError, match="no such file"):
-        find_or_make(tmp_path / "named", *asked)
+    for named, says in ((tmp_path / "named", "no such file"), (tmp_path, "a folder or"), (None, "no such run")):
+        with pytest.raises(UserError, match=says):  # the last may be a typo
+            find_or_make(named, *asked)
+    find_or_make(None, *asked[:2], flags())
+    assert Path("runs/webshop").exists() and calls.pop()[:2] == ["--run", "runs/webshop"]
+    folder.mkdir()
+    capsys.readouterr()
     assert find_or_make(None, *asked) == labels
     command = f"python bellman.py --run '{folder}' --seed 1 --env webshop --preset tiny"  # to copy
     assert capsys.readouterr().out == f"{labels} is missing or not complete: making it with {command}\n"
     assert calls == [["--run", str(folder), "--seed", "1", "--env", "webshop", "--preset", "tiny"]]
-    folder.mkdir()
     assert find_or_make(None, *asked) and len(calls) == 2  # a call that was stopped
     other = q_search.Config(run=folder, sft=tmp_path / "llama")
     with pytest.raises(UserError, match=r"make it first, .*from the --sft that is meant"):
@@ -262,7 +266,7 @@ def test_no_output_takes_the_place_of_a_folder_or_of_results_unasked(tmp_path):
     (tmp_path / "out" / "thesis").mkdir(parents=True)
     config = flags("--run", str(tmp_path), "--overwrite")
     for write in (runs.write_at_once, lambda path, *_: begin(path, "--overwrite")):
-        with pytest.raises(UserError, match="out: a folder or a device, not a file to write"):
+        with pytest.raises(UserError, match="out: a folder or a device, not a file"):
             write(tmp_path / "out", config, [], {})
     assert (tmp_path / "out" / "thesis").exists()
     (tmp_path / "input").touch()
@@ -297,7 +301,7 @@ def test_other_data_and_another_precision_are_refused(tmp_path, agent, capsys, m
     assert "other files" not in capsys.readouterr().err
     q_search.main([*play, "2"])
     assert capsys.readouterr().out.endswith(": all of this was played before; --overwrite empties it first\n")
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"before expert.jsonl changed: make .* again"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"expert.jsonl changed: .*: make it and each"):
         patch.setattr(results, "outdated", lambda path: [(path, "expert.jsonl")])
         q_search.main([*play, "2"])
     with monkeypatch.context() as patch, pytest.raises(UserError, match="begun with --env-version 0, not 1"):
@@ -350,7 +354,7 @@ def test_inputs_move_with_their_run_and_what_changed_later_is_told(tmp_path, cap
     agent.write_text("new")
     assert sorted(outdated(qnet)) == [(qnet, agent), (trees, agent)]
     find_or_make(None, "bellman", "q_labels.jsonl", config)
-    warning = f"warning: {trees} was made from another {agent} than there is now: make it again\n"
+    warning = f"warning: {trees} was made from another {agent} than there is now: {runs.AGAIN}\n"
     assert capsys.readouterr().err == warning
     wrote(agent, "--overwrite", expert=labels).write_text("newer")  # it was trained again on what it had made
     assert list(outdated(labels)) == [(trees, agent)]
