@@ -1,4 +1,4 @@
-"""Refreshes docs/walkthrough.md and README.md from the code and from docs/walkthrough/*/*.jsonl: python -m docs.build
+"""Refreshes walkthrough.md, compare.md and README.md from the code and from walkthrough/*/*.jsonl: python -m docs.build
 
 <!-- code: q_search.episode -->         the next block is this function
 | [sft.py](sft.py) | stage 1 | 290 |    the number is of the file's lines, or of a folder's
@@ -35,6 +35,7 @@ from docs import svg
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, LINES, README = ROOT / "docs/walkthrough.md", ROOT / "docs/walkthrough", ROOT / "README.md"
+COMPARE = ROOT / "docs/compare.md"
 DEEPEST = 7  # of the shop's tree
 PURCHASE = "3407"  # a test task of the shop
 MAP = ("FFFF", "FHFH", "FFFH", "HFFG")
@@ -129,7 +130,7 @@ def refresh(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for page in (PAGE, README):
+    for page in (PAGE, README, COMPARE):
         page.write_text(refresh(page.read_text(encoding="utf-8")), encoding="utf-8")
     for name, picture in (episodes() | trees()).items():
         (LINES / name).write_text(picture, encoding="utf-8")

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from reporting.results import Group, protocol, tables_of
+from reporting.results import METHODS, Group, protocol, tables_of
 from reporting.stats import Estimate, paired, paired_difference
 
 FEW = 5  # seeds; the t interval of fewer is wider by a half and more than that of many
@@ -126,9 +126,17 @@ def results_table(groups: Sequence[Group]) -> pd.DataFrame:
     )
 
 
+def nearest(group: Group, others: Sequence[Group]) -> list[Group]:
+    """The one of the others whose tokens are nearest to the group's; none if there are no others, or no tokens."""
+    if not others or not group.mean("total") > 0:
+        return []
+    return [min(others, key=lambda other: abs(math.log((other.mean("total") or 1e-9) / group.mean("total"))))]
+
+
 def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
     """Which methods are compared: each with greedy; QLASS with best-of-N, and with the search by
-    log-probability that draws as many; a labelled one with the same unlabelled."""
+    log-probability that draws as many; a reader's own method with QLASS and best-of-N; a labelled one with the same
+    unlabelled."""
     for a in groups:
         ours = a.condition
         peers = [b for b in groups if b.condition.env == ours.env and b is not a]
@@ -136,9 +144,11 @@ def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
         for oracle in (False, True) if ours.method == "qlass" else ():
             kind = ("best_of_n", oracle, ours.label)
             rivals = [b for b in peers if (b.condition.method, b.condition.oracle, b.condition.label) == kind]
-            if rivals and a.mean("total") > 0:  # at equal cost, and at an equal number of samples
-                yield a, min(rivals, key=lambda b: abs(math.log((b.mean("total") or 1e-9) / a.mean("total"))))
+            yield from ((a, b) for b in nearest(a, rivals))  # at equal cost, and at an equal number of samples
             yield from ((a, b) for b in rivals if (b.condition.N or 1) == (ours.M or 1) * (ours.N or 1))
+        for method in ("qlass", "best_of_n") if ours.method not in METHODS else ():  # one of the reader's own
+            rivals = [b for b in peers if b.condition.method == method and not b.condition.oracle]
+            yield from ((a, b) for b in nearest(a, rivals))
         yield from ((a, b) for b in peers if ours.label and b.condition == replace(ours, label=""))
 
 

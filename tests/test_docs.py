@@ -1,6 +1,7 @@
 """Pages agree with the code and with the files beside them: the walkthrough, the Python page, the reference results."""
 
 import csv
+import json
 import math
 import re
 
@@ -15,16 +16,20 @@ from transformers import AutoModel, AutoTokenizer
 
 import bellman
 import envs
-from docs import build
+import q_search
+from docs import build, rival
+from qlass.files import read_jsonl
 from qlass.messages import parse_action
-from reporting import reference
+from reporting import reference, tables
+from reporting.results import read_results, result_files
 
 PARTS = {"lake": ("frozenlake", {"map": "4x4"}, 0.9), "shop": ("webshop", {}, 0.98)}  # environment, its options, gamma
 
 
 def test_the_page_and_its_pictures_are_what_the_code_and_the_lines_give():
     page, again = build.PAGE.read_text(encoding="utf-8"), "python -m docs.build makes them again"
-    assert build.refresh(page) == page, again
+    for text in (page, build.COMPARE.read_text(encoding="utf-8")):
+        assert build.refresh(text) == text, again
     pictures = {path.name: path.read_text(encoding="utf-8") for path in build.LINES.glob("*.svg")}
     assert pictures == build.episodes() | build.trees(), again
     assert all(f"walkthrough/{name})" in page + build.README.read_text(encoding="utf-8") for name in pictures)
@@ -33,6 +38,29 @@ def test_the_page_and_its_pictures_are_what_the_code_and_the_lines_give():
     raw = {str(node["node_id"]): f"{round(node['q_raw'], 4):g}" for node in build.read("lake/q_labels.jsonl")}
     table = re.findall(r"^\| (\d+) \| .* \| (\S+) \| \S* ?\|$", page, re.M)
     assert len(table) == 9 and set(table) <= set(raw.items())
+
+
+def test_the_rival_of_the_page_plays_and_has_a_row(agent, value_net, fake_world, tmp_path):
+    """One draw of it is a sample; of four it takes what most are; lines of another program join."""
+    run = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--qnet", str(value_net), "--limit", "4"]
+    q_search.main([*run, "--method", "sample", "greedy", "best_of_n", "qlass", "-M", "2"])
+    rival.main([*run, "-M", "1", "4"])
+    lines = {(r["method"], r["M"], r["N"], r["task_id"]): r for r in read_jsonl(tmp_path / "results.jsonl")}
+    for task in [task for method, _, _, task in lines if method == "greedy"]:
+        one, sample, four = (lines[(*key, 1, task)] for key in (("vote", 1), ("sample", 1), ("vote", 4)))
+        assert [step["action"] for step in one["steps"]] == [step["action"] for step in sample["steps"]]
+        assert one["tokens"] == sample["tokens"]
+        for step in four["steps"]:
+            votes = {candidate["action"]: candidate["q"] for candidate in step["candidates"]}
+            assert sum(votes.values()) == 4 and votes[step["action"]] == max(votes.values())
+    page = build.COMPARE.read_text(encoding="utf-8")
+    (example,) = re.findall(r"^    (\{.*?\}\n)", page, re.M | re.S)
+    other = json.loads(example) | {"env": "fake", "task_id": task}
+    (tmp_path / "results-mine.jsonl").write_text(json.dumps(other))
+    groups = read_results(result_files([str(tmp_path)]))
+    assert {"vote", "mine"} <= set(tables.results_table(groups)["method"].str.split().str[0])
+    minus = tables.differences_table(groups).query("method == 'vote [base agent] M=4'")["minus"]
+    assert {text.replace(",", " ").split()[0] for text in minus} == {"SFT", "QLASS", "best-of-N"}
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -1,0 +1,51 @@
+"""A method of your own beside QLASS: of M samples the action that most of them agree on. It needs no QNet.
+
+python -m docs.rival --run runs/demo -M 2 4 6     # the tasks of q_search.py; lines join RUN/results.jsonl
+"""
+
+from collections import Counter
+from collections.abc import Generator
+from typing import Any
+
+import q_search
+from envs import TextEnv
+from q_search import Method, distinct_actions
+from qlass import results
+from qlass.batching import ask
+from qlass.chat import Chat
+from qlass.config import run_stage
+from qlass.messages import State, parse_action
+from qlass.results import Episode, Step, costs_of, describe
+
+
+class Vote(Method):
+    def play(self, env: TextEnv, task_id: str, chat: Chat, played: dict) -> Generator[Any, Any, dict]:
+        observation, info = env.reset(options={"task_id": task_id})
+        state = State.first(env, observation, info)
+        steps: Episode = []
+        done = False
+        while not done:
+            key = (task_id, 0, len(steps))  # of the random numbers: the same as the other methods' first episode
+            drawn = yield ask(env, state, self.M, key, chat.rendering)  # a ~ pi(a | s), M times
+            texts = [candidate.text for candidate in drawn]
+            votes = Counter(env.canonical(parse_action(text)) for text in texts)
+            candidates = distinct_actions(env, texts)
+            scores = [votes[env.canonical(parse_action(text))] for text in candidates]
+            action = candidates[scores.index(max(scores))]
+            after, reward, done = state.act(env, action)
+            steps.append(Step(state, drawn, candidates, scores, action, after.observation, reward, env.known))
+            state = after
+        episodes = [steps]  # all that were played: each costs tokens and steps, also one that is thrown away
+        return describe(steps, episodes, costs_of(chat, episodes, self.read_by_qnet))
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = q_search.settings_of(q_search.Config, __doc__, argv)
+    env, tasks = q_search.environment(config)
+    plan = [Vote("vote", M=m) for m in config.M]
+    chat, models, inputs = q_search.load(config, env, with_q=any(method.needs_q for method in plan))
+    results.play(config, env, tasks, plan, chat, models, inputs)
+
+
+if __name__ == "__main__":
+    run_stage(main)
