@@ -24,6 +24,7 @@ FIRST = {"system": "system", "instruction": "user", "agreement": "assistant"}  #
 TURN = ("role", "from", "content", "value")  # fields of a turn that are read
 # Values of other fields that change nothing: they say nothing, or that the turn counts.
 AS_IT_IS: tuple = (None, "", [], {}, 1)
+CHECK = "thoughts too (python -m reporting.demonstration shows one)"
 AGREES = r"(?i)\W*(ok(ay)?|sure|yes|understood|i (understand|will)|got it|certainly|all ?right)\b"
 
 
@@ -94,6 +95,8 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
         raise UserError(f"{path}: holds no demonstration")
     if failed := len([tau for tau in expert if tau.reward == 0]):
         warn(f"{path}: {failed} of {len(expert)} demonstrations earned nothing")
+    if not any("Action:" in text for tau in expert for text in tau.actions):
+        warn(f'{path}: no message has "Action:", so each is an action as a whole, {CHECK}')
     return expert
 
 
