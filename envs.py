@@ -30,7 +30,7 @@ from typing import Any
 
 import gymnasium
 
-from environments import fair_order, fingerprint
+from environments import code_of, fair_order, fingerprint
 from environments.guard import Guarded, build, options_of
 from environments.hooks import Hooks
 from environments.rules import check
@@ -221,6 +221,8 @@ def from_config(config: Run, **options: Any) -> TextEnv:
     env = make(config.env, **named, **options)
     env.settings = {"env": config.env, "env_option": texts, "env_files": contents}
     env.settings["env_version"] = env.version
+    if config.env not in ENVIRONMENTS:
+        env.settings["env_code"] = code_of(type(env))
     in_flight = getattr(config, "in_flight", None) or 1
     if config.env not in ENVIRONMENTS and in_flight > env.side_by_side:
         reason = f"{env.name} may have {env.side_by_side} open at once, its side_by_side"

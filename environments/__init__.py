@@ -3,15 +3,20 @@
 No model and no stage of the pipeline is needed here, so that a folder can be lifted into another project.
 """
 
+import ast
+import contextlib
 import glob
 import hashlib
+import importlib.util
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from qlass import UserError
 
 WHERE = "(docs/paper.md, section Data, says where the originals' files are from)"  # of what is missing
+OURS = ("envs", "environments", "qlass")
 
 
 def fair_order(task_ids: Iterable[str], task_type: Callable[[str], str]) -> list[str]:
@@ -44,6 +49,43 @@ def writable(folder: Path) -> Path:
     if os.access(folder if folder.exists() else folder.parent, os.W_OK):
         return folder
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qlass"
+
+
+def code_of(kind: type) -> str:
+    """A hash of the source that a class of your own is made of: its module and what that imports of its package or from
+    beside it, and so on. This project's own source does not count: `version` tells of that."""
+    package, *below = kind.__module__.split(".")
+    root = Path(sys.modules[kind.__module__].__file__ or "").resolve().parents[len(below)]
+    sources: dict[str, bytes] = {}
+    todo = [base.__module__ for base in kind.__mro__]
+    while todo:
+        name = todo.pop()
+        top, *_ = parts = name.split(".")
+        place = root.joinpath(*parts)
+        files = [file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()]
+        near = top == package or "site-packages" not in root.parts
+        if files and near and top not in OURS and name not in sources:
+            sources[name] = files[0].read_bytes().replace(b"\r\n", b"\n")
+            todo += imports_of(sources[name], name if files[0].stem == "__init__" else name.rpartition(".")[0])
+    total = hashlib.sha256()
+    for name in sorted(sources):
+        total.update(f"{name} {len(sources[name])}\n".encode() + sources[name])
+    return total.hexdigest()
+
+
+def imports_of(source: bytes, package: str) -> Iterator[str]:
+    """The names of what a module of this package imports, wherever it does."""
+    tree = ast.parse("")
+    with contextlib.suppress(SyntaxError):  # of another Python
+        tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            name = node.module or ""
+            if node.level:
+                name = importlib.util.resolve_name("." * node.level + name, package)
+            yield from (name, *(f"{name}.{alias.name}" for alias in node.names))
 
 
 def fingerprint(path: str) -> str:

@@ -23,7 +23,7 @@ import build_trees
 import envs
 import q_search
 import sft
-from environments import fingerprint
+from environments import code_of, fingerprint
 from qlass import UserError, files, results, runs
 from qlass.config import Run, free, read, run_stage
 from qlass.files import parts_of, read_jsonl
@@ -307,6 +307,9 @@ def test_other_data_and_another_precision_are_refused(tmp_path, agent, capsys, m
     with monkeypatch.context() as patch, pytest.raises(UserError, match="begun with --env-version 0, not 1"):
         patch.setattr(Filed, "version", "1")
         q_search.main([*play, "3"])
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="begun with --env-code that has changed"):
+        patch.setattr(envs, "code_of", lambda kind: "0" * 64)
+        q_search.main([*play, "3"])
     with pytest.raises(UserError, match="begun with --precision float32, not bf16"):  # as on a GPU
         q_search.main([*play, "3", "--precision", "bf16"])
     world.write_text(json.dumps(WORLD).replace("0.5", "0.7"))  # of the same size
@@ -314,6 +317,40 @@ def test_other_data_and_another_precision_are_refused(tmp_path, agent, capsys, m
         q_search.main([*play, "3"])
     assert f"{tmp_path} was begun with other files than --env-option names now: put them" in capsys.readouterr().err
     q_search.main([*play, "3", "--overwrite"])
+
+
+ENV = """
+from envs import TextEnv
+from .rules import PAY
+class Own(TextEnv):
+    def late(self):
+        import {0}.deep.more
+"""
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [("own.py", True), ("rules.py", True), ("deep/more.py", True), ("other.py", False), ("data.txt", False)],
+)
+def test_the_code_of_a_class_is_part_of_its_recipe(file, changed, packed, tmp_path, monkeypatch):
+    """Of its module and what that imports of its own, also later and in turn."""
+    name = f"{tmp_path.name}_{packed}".replace("-", "_")
+    folder = tmp_path / name if packed else tmp_path
+    texts = {"own.py": ENV.format(name if packed else ""), "rules.py": "PAY = 1", "deep/more.py": "import numpy"}
+    for place, text in {**texts, "__init__.py": "", "deep/__init__.py": "", "other.py": "", "data.txt": ""}.items():
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).write_text(text if packed else text.replace(" .", " "))
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("own", "rules", "deep"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    kind = envs.environment_class(f"{name}.own:Own" if packed else "own:Own")
+    before = code_of(kind)
+    (folder / file).write_bytes((folder / file).read_bytes().replace(b"\n", b"\r\n"))
+    assert code_of(kind) == before and len(before) == 64
+    with open(folder / file, "a") as more:
+        more.write("\n# other rules\n")
+    assert (code_of(kind) != before) == changed
 
 
 def test_a_fingerprint_is_of_names_sizes_and_content(tmp_path):
