@@ -43,7 +43,8 @@ def pages_of(env: envs.TextEnv) -> Pages:
             if time.monotonic() > end:
                 break
             player = Player(env, task_id)
-            shown.append({"instruction": player.env.instruction, **player.first})
+            groups = {"type": env.task_type(task_id), "subject": env.subject(task_id), "block": env.block(task_id)}
+            shown.append({"instruction": player.env.instruction, **player.first, **groups})
             for action in itertools.islice(player.actions(), STEPS if number < PLAYED else 0):
                 shown.append(player.step(action))
                 if shown[-1]["done"]:
@@ -54,7 +55,11 @@ def pages_of(env: envs.TextEnv) -> Pages:
 
 def compare_splits(name: str, pages: Pages) -> None:
     """Tell of tasks of two splits that begin alike: they may be the same, under other ids."""
-    first = {split: {t: json.dumps(shown[0]) for t, shown in tasks.items() if shown} for split, tasks in pages.items()}
+
+    def text(page: dict) -> str:
+        return json.dumps([page["instruction"], page["task"], page["observation"]])
+
+    first = {split: {t: text(shown[0]) for t, shown in tasks.items() if shown} for split, tasks in pages.items()}
     for one, other in itertools.combinations(first, 2):
         twins = {page: task for task, page in first[one].items()}
         alike = [(task, twins[page]) for task, page in first[other].items() if twins.get(page, task) != task]

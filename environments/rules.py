@@ -53,7 +53,8 @@ class Player:
         valid = info["valid_actions"]
         if valid != self.env.valid_actions() or not all(isinstance(action, str) for action in valid):
             raise Fault(f"valid_actions of {call} are no str, or not those of valid_actions()")
-        return {"observation": text, "task": info["task"], "valid_actions": list(valid)}
+        candidates = [list(candidate) for candidate in self.env.candidates()]
+        return {"observation": text, "task": info["task"], "valid_actions": list(valid), "candidates": candidates}
 
     def actions(self) -> Iterator[str]:
         """The expert's, if there is one, then any."""

@@ -241,6 +241,8 @@ def test_a_class_that_breaks_a_rule_is_refused_in_one_line(base, change, says):
         ("pass", "own: every process gives the same"),
         ("task_ids = lambda self, split: list({*self.split_ids(split)})", "own: train has other tasks in a second pro"),
         ("valid_actions = lambda self: list({*LAMPS, 'done'})", "other valid_actions in a second process; the rule: "),
+        ("candidates = lambda self: list({('', lamp) for lamp in LAMPS})", "other candidates in a second process"),
+        ("block = subject = lambda self, task_id: str(hash(task_id) % 99)", "other subject in a second process"),
         ("message = lambda self, text: f'{text} {list({*LAMPS})}'", "other observation in a second process"),  # later
         (
             "__init__ = lambda self: Switches.__init__(self, 8 // (os.getpid() == FIRST))",
