@@ -279,8 +279,8 @@ def clone(config: Config, make_examples: Callable, loss_of: Callable) -> None:
 
             figures["epochs"], figures["batch"] = schedule(config, len(examples))
             figures["trajectories"] = len(expert)
-            tasks = (demonstration.task_id for demonstration in expert)
-            figures["tasks"] = published.learned_tasks(tasks, config.model, env)
+            tasks = ((tau.task_id, tau.observation) for tau in expert)
+            figures |= published.learned_tasks(tasks, config.model, env)
             figures["fingerprint"] = foreign.fingerprint(model, chat)
             runs.write_meta(out, config, recipe, inputs, **figures)
             dtype = models.PRECISIONS[facts["precision"]]

@@ -35,7 +35,7 @@ from qlass.chat import Chat, Rendering
 from qlass.config import Positive, Real, free, read, run_stage
 from qlass.files import read_trees
 from qlass.messages import State, replay
-from qlass.pairs import families, pairs_of
+from qlass.pairs import families, pairs_of, task_of
 from qlass.published import Demonstration, by_task, cloned_from
 from qlass.published import read as read_demonstrations
 from qlass.runs import Inputs, find_or_make
@@ -184,13 +184,13 @@ def main(argv: list[str] | None = None) -> None:
         if not pool:
             lack = "none of its demonstrations has the id and the reward of a training task, which are compared"
             raise UserError(f"{source}: {lack}: --pairs siblings, or another --sft")
-        learned = {demonstration.task_id for demonstration in shown}
+        learned = [(demonstration.task_id, demonstration.observation) for demonstration in shown]
         inputs["expert"] = source
     else:
         inputs["labels"] = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
         trees = list(read_trees(inputs["labels"], ["q", "messages"]))
         pool = range(len(trees))
-        learned = {tree[0]["task_id"] for tree in trees}
+        learned = list(map(task_of, trees))
 
     def explored(tasks: list[str], last: dict) -> tuple[list[Preference], dict]:
         """Trajectories of the agent against the expert's, and what they cost and earned."""

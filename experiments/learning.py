@@ -144,14 +144,15 @@ def learn(
     iterate: Callable[[dict], dict],
     config: Config,
     passes: float,
-    learned: Iterable[str | None],
+    learned: Iterable[tuple[str | None, str | None]],
     inputs: runs.Inputs,
 ) -> None:
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
     larger --budget continues. All are of the last validation; the last batch of a smaller budget has one too.
 
     passes: how often a token that was spent went forward, a backward pass counted as two; "played" of a line are tokens
-    that went forward once. learned: tasks that are played or read. inputs: the agent "sft", and what else is read.
+    that went forward once. learned: tasks that are played or read, as of `learned_tasks`. inputs: the agent "sft", and
+    what else is read.
     """
     folder = checkpoint_folder(config.run / f"sft-{config.name}", inputs["sft"])
     log, state = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
@@ -190,7 +191,7 @@ def learn(
                 print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {line['val']:.3f}", flush=True)
                 if best() is line:
                     learner.save(folder)
-                figures = {"best": best(), "last": line, "passes": passes, "tasks": known, "budget": config.budget}
+                figures = {"best": best(), "last": line, "passes": passes, "budget": config.budget} | known
                 runs.write_meta(folder, config, recipe, inputs, **figures)
                 write_jsonl(log, lines)
                 learner.suspend(state, lines)

@@ -200,7 +200,8 @@ def main(argv: list[str] | None = None) -> None:
         return line_of(last, groups, figures) | own
 
     inputs = {"sft": sft, "labels": labels}
-    learn(learner, env, iteration, config, PASSES, env.task_ids("train"), inputs)
+    learned = ((task_id, None) for task_id in env.task_ids("train"))
+    learn(learner, env, iteration, config, PASSES, learned, inputs)
 
 
 if __name__ == "__main__":

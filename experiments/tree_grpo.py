@@ -267,7 +267,8 @@ def main(argv: list[str] | None = None) -> None:
         numbered = enumerate(minibatches, last["updates"] + 1)
         return line_of(last, groups, [update(learner, b, config.kl, config.entropy, number) for number, b in numbered])
 
-    learn(learner, env, iteration, config, PASSES, env.task_ids("train"), {"sft": sft})
+    learned = ((task_id, None) for task_id in env.task_ids("train"))
+    learn(learner, env, iteration, config, PASSES, learned, {"sft": sft})
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from qlass import UserError, files
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.messages import State
+from qlass.published import begins_of
 
 HELD_OUT = 10  # the trees of every tenth task are not trained on
 
@@ -36,6 +37,12 @@ def states_of(tree: list[dict]) -> dict[int, State]:
         parent = states[node["parent_id"]]
         states[node["node_id"]] = parent.then(node["action"], node["observation"])
     return states
+
+
+def task_of(tree: list[dict]) -> tuple[str, str]:
+    """The id and the first observation of a tree's task."""
+    root = tree[0]
+    return root["task_id"], State.load(root["messages"]).observation
 
 
 def pairs_of(tree: list[dict]) -> Pairs:
@@ -76,13 +83,14 @@ def read_pairs(
         except UserError as error:
             name = f"the tree of task {tree[0]['task_id']}"
             raise UserError(f"{labels}: {name}: {error}") from None
-        tasks.append(tree[0]["task_id"])
+        tasks.append(task_of(tree))
         trees.append([pair for pair in pairs if chat.fits(pair.state, pair.action)])
         left_out += len(pairs) - len(trees[-1])
     if left_out:
         why = "beyond the model's context (--truncate oldest cuts them)"
         print(f"{left_out} pairs are left out: {why}")
-    return trees, {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
+    figures = {"trees": len(trees), "pairs_left_out": left_out, "begins": begins_of(tasks)}
+    return trees, figures | {"tasks": [task_id for task_id, _ in tasks]}
 
 
 def ranking(

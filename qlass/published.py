@@ -6,6 +6,7 @@ Lines, perhaps with a `system` text; ours are `messages`. data/README.md shows a
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from environments.rules import splits_of
 from qlass import UserError
 from qlass.files import records_of, sha256, warn, warn_once
 from qlass.messages import BEGINS, ENDS, State, replay, without_thinking
@@ -93,6 +95,7 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
             raise UserError(f"{where}: no demonstration: {error} (see data/README.md)") from None
     if not expert:
         raise UserError(f"{path}: holds no demonstration")
+    tell_strangers((tau.task_id for tau in expert), env, str(path))
     if failed := len([tau for tau in expert if tau.reward == 0]):
         warn(f"{path}: {failed} of {len(expert)} demonstrations earned nothing")
     if not any("Action:" in text for tau in expert for text in tau.actions):
@@ -192,9 +195,14 @@ def by_task(expert: list[Demonstration], env: Any) -> dict[str, Demonstration]:
     return {key: max(taus, key=lambda tau: tau.reward or 0) for key, taus in groups.items()}
 
 
+def first_observation(env: Any, task_id: str) -> str:
+    """As of a Demonstration of the task."""
+    return State.first(env, *env.reset(options={"task_id": task_id})).observation.strip()
+
+
 def find_tasks(best: dict[str, Demonstration], env: Any, tasks: list[str]) -> None:
     """Add, for each of the tasks that lacks one, the demonstration that begins with its words."""
-    begins = {t: env.reset(options={"task_id": t})[0].strip() for t in tasks if t not in best}
+    begins = {t: first_observation(env, t) for t in tasks if t not in best}
     best.update({task: best[begin] for task, begin in begins.items() if begin in best})
 
 
@@ -263,25 +271,63 @@ def check_qnet(qnet: Path, sft: Path, env: str) -> None:
         warn(f"{qnet}: began as another agent than {sft}")
 
 
-def learned_tasks(tasks: Iterable, base: str | Path, env: Any) -> list[str] | None:
-    """The tasks of a training and those that its start has learned from, for the metadata.
+def begin_of(observation: str) -> str:
+    """A first observation as a short hash."""
+    return hashlib.sha256(observation.strip().encode()).hexdigest()[:12]
 
-    base: a checkpoint, or a published model, which has learned from none. None: a record or a
-    checkpoint does not tell its tasks.
+
+def begins_of(tasks: Iterable[tuple[str | None, str]], unique: bool = False) -> list[str]:
+    """The first observations that tell a task, as `begin_of`: no other task begins with them.
+
+    tasks: (id, first observation). unique: whether each observation tells a task. Where it does
+    not, two tasks without an id may be one or two, so nothing is known: an empty list.
     """
+    groups: dict[str, set] = {}
+    nameless = False
+    for number, (task_id, observation) in enumerate(tasks):
+        nameless = nameless or task_id is None
+        members = groups.setdefault(begin_of(observation), set())
+        members.add(number if task_id is None else task_id)
+    telling = [begin for begin, members in groups.items() if unique or len(members) == 1]
+    return [] if nameless and len(telling) < len(groups) else sorted(telling)
+
+
+def learned_tasks(
+    tasks: Iterable[tuple[str | None, str | None]], base: str | Path, env: Any
+) -> dict[str, Any]:
+    """The tasks of a training and those that its start has learned from, for the metadata: their
+    ids (None: a record or a checkpoint does not tell them), and their first observations.
+
+    tasks: (id, first observation; None: the id is this environment's own, and enough). base: a
+    checkpoint, or a published model, which has learned from none.
+    """
+    tasks = list(tasks)
     meta = meta_of(Path(base).absolute())
-    ids = set(tasks)
+    ids = {task_id for task_id, _ in tasks}
+    pages = ((task_id, page) for task_id, page in tasks if page is not None)
+    begins = {*begins_of(pages, env.unique_tasks)}
     if meta["recipe"].get("env") == env.settings["env"]:  # else its ids mean other tasks
         before = meta.get("tasks") if of_same_world(meta["recipe"], env) else None
         ids.update(before or [None])
-    return None if None in ids else sorted(map(str, ids))
+        begins = begins | {*meta["begins"]} if meta.get("begins") else set()
+    named = sorted(task_id for task_id in ids if task_id is not None)
+    return {"tasks": named if len(named) == len(ids) else None, "begins": sorted(begins)}
+
+
+def tell_strangers(ids: Iterable[str | None], env: Any, source: str) -> None:
+    """Warn of tasks that no split has: under their ids nothing is found again."""
+    known = set().union(*splits_of(env).values())
+    if strangers := sorted(task_id for task_id in {*ids} - known if task_id is not None):
+        facts = f"{source} has {len(strangers)} tasks that no split of {env.name} has"
+        warn(f"{facts}, e.g. {strangers[0]!r}")
 
 
 def leaks(env: Any, records: list[dict], sft: Path, qnet: Path | None) -> dict[str, int | None]:
     """How many of the played tasks the agent and QNet learned from (None: not known); warns of any.
 
-    Results count that have tokens of the model. A task with the subject (a product) of a learned
-    one counts too. Published splits overlap (WebShop's in 21 tasks), so this is no refusal.
+    Results count that have tokens of the model. A task counts that was learned from under its id,
+    or has the subject (a product) or the first observation of a learned one. Published splits
+    overlap (WebShop's in 21 tasks), so this is no refusal.
     """
     counts: dict[str, int | None] = {}
     sources = ("demonstrations", sft, "generated"), ("trees", qnet, "scored")
@@ -289,10 +335,18 @@ def leaks(env: Any, records: list[dict], sft: Path, qnet: Path | None) -> dict[s
         played = {record["task_id"] for record in records if record["tokens"].get(cost)}
         meta = meta_of(checkpoint.absolute()) if checkpoint else {"recipe": {}}
         learned = meta.get("tasks") if of_same_world(meta["recipe"], env) else None
+        begins = meta.get("begins") or []
+        if played and learned:
+            tell_strangers(learned, env, f"{source} of {checkpoint}")
         subjects = set(map(env.subject, learned or []))
-        n = len([task_id for task_id in played if env.subject(task_id) in subjects])
-        counts[source] = None if played and learned is None else n
+        leaked = {task_id for task_id in played if env.subject(task_id) in subjects}
+        for task_id in played - leaked if begins else ():
+            if begin_of(first_observation(env, task_id)) in begins:
+                leaked.add(task_id)
+        unknown = played and learned is None and not begins
+        counts[source] = None if unknown else len(leaked)
         if counts[source] != 0:
             number = counts[source] or "it is not known how many"
-            warn(f"{number} of {len(played)} tasks played are also in the {source} of {checkpoint}")
+            facts = f"{number} of {len(played)} tasks played"
+            warn(f"{facts} are also, or begin as one does, in the {source} of {checkpoint}")
     return counts

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fakes import FakeEnv, dump
@@ -13,7 +12,17 @@ import bellman
 from qlass import UserError, files
 from qlass.files import sha256
 from qlass.pairs import read_pairs
-from qlass.published import Demonstration, by_task, check_qnet, cloned_from, demonstrations_for, learned_tasks, read
+from qlass.published import (
+    Demonstration,
+    begin_of,
+    begins_of,
+    by_task,
+    check_qnet,
+    cloned_from,
+    demonstrations_for,
+    learned_tasks,
+    read,
+)
 from qlass.results import leaks
 from reporting.expected import read_ranges
 from reporting.results import lines_of
@@ -137,36 +146,88 @@ def test_what_is_well_defined_is_read(tmp_path, capsys):
 WORLD = {"env": "shop", "env_option": [], "env_files": {}}
 
 
-def checkpoint(path: Path, tasks: list[str] | None = None, recipe: dict = WORLD, **inputs: str) -> Path:
+def checkpoint(path: Path, tasks: list[str] | None = None, recipe: dict = WORLD, begins=(), **inputs: str) -> Path:
     """A folder with metadata of the stage that trained it."""
     path.mkdir()
-    meta = {"recipe": WORLD | recipe, "inputs": inputs, "tasks": tasks}
+    meta = {"recipe": WORLD | recipe, "inputs": inputs, "tasks": tasks, "begins": [*map(begin_of, begins)]}
     path.with_name(f"{path.name}.meta.json").write_text(json.dumps(meta))
     return path
 
 
+class Shop(FakeEnv):
+    """Tasks 0 to 9, each with a first page of its own; 1 and 2 want the same product."""
+
+    name = "shop"
+
+    def __init__(self):
+        super().__init__()
+        self.settings = WORLD
+
+    def task_ids(self, split):
+        return {"train": [*"0123456"], "test": [*"1789"]}[split]
+
+    def subject(self, task_id):
+        return task_id.replace("1", "2")
+
+    def _look(self):
+        return f" page {self.task_id}\n"
+
+
 @pytest.mark.parametrize(
-    ("tasks", "recipe", "known"),
+    ("tasks", "begins", "recipe", "known"),
     [
-        (["3"], {}, 1),
-        (["2"], {}, 1),  # the product of task 1
-        (["8"], {}, 0),
-        (None, {}, None),
-        (["3"], {"env": "lake"}, None),  # its ids are of other tasks
-        (["3"], {"env_files": {"data": "x"}}, None),
+        (["3"], [], {}, 1),
+        (["2"], [], {}, 1),  # the product of task 1
+        (["8"], [], {}, 0),
+        (None, [], {}, None),
+        (["3"], [], {"env": "lake"}, None),  # its ids are of other tasks
+        (["3"], [], {"env_files": {"data": "x"}}, None),
+        (["4"], ["page 7", "page 8"], {}, 1),  # task 7 under another id
+        (["3", "7"], ["page 3", "page 7"], {}, 2),
+        (None, ["page 1", "page 3"], {}, 2),
+        (["3"], ["page 7"], {"env": "lake"}, 1),
     ],
 )
-def test_tasks_that_were_learned_from_are_counted_or_not_known(tasks, recipe, known, tmp_path, capsys):
+def test_tasks_that_were_learned_from_are_counted_or_not_known(tasks, begins, recipe, known, tmp_path, capsys):
     """Never a silent 0; and a training that starts there has learned from them too."""
     records = [{"task_id": task, "tokens": {"generated": 1, "scored": 0}} for task in "137"]
-    start = checkpoint(tmp_path / "sft", tasks, recipe)
-    shop = SimpleNamespace(subject=lambda task_id: task_id.replace("1", "2"), settings=WORLD)  # both are one product
+    start, shop = checkpoint(tmp_path / "sft", tasks, recipe, begins), Shop()
     assert leaks(shop, records, start, tmp_path / "qnet") == {"demonstrations": known, "trees": 0}
     warning = capsys.readouterr().err
     assert warning.count("\n") == (known != 0) and ("not known" in warning) == (known is None)
-    own = None if known is None and "env" not in recipe else sorted({"7", *(tasks if known is not None else [])})
-    assert learned_tasks(["7"], start, shop) == own and learned_tasks(["7", None], start, shop) is None
-    assert learned_tasks(["7"], "meta-llama/Llama-2-7b-chat-hf", shop) == ["7"]
+    same, own = "env" not in recipe, [("7", "page 7")]
+    ids = None if same and (tasks is None or recipe) else sorted({"7", *(tasks if same else [])})
+    pages = ["page 7"] if not same else ["page 7", *begins] if begins else []
+    expected = {"tasks": ids, "begins": sorted({*map(begin_of, pages)})}
+    assert learned_tasks(own, start, shop) == expected
+    assert learned_tasks([*own, (None, "page 6")], start, shop)["tasks"] is None
+    assert learned_tasks(own, "meta-llama/Llama-2-7b-chat-hf", shop) == {"tasks": ["7"], "begins": [begin_of("page 7")]}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "unique", "telling"),
+    [
+        ([("a", "x"), ("b", "y")], False, "xy"),
+        ([("a", "x"), ("a", " x\n")], False, "x"),  # two demonstrations of a task
+        ([("a", "x"), ("b", "x"), ("c", "y")], False, "y"),  # "x" tells no task
+        ([(None, "x"), (None, "y")], False, "xy"),
+        ([(None, "x"), (None, "x"), (None, "y")], False, ""),  # of one task or of two: not known
+        ([(None, "x"), (None, "x"), (None, "y")], True, "xy"),
+    ],
+)
+def test_first_observations_that_tell_a_task(tasks, unique, telling):
+    assert begins_of(tasks, unique) == sorted(map(begin_of, telling))
+
+
+def test_ids_that_no_split_has_are_told(tmp_path, capsys):
+    """2882.0 is what a table makes of a column of ids in which one is missing."""
+    path = tmp_path / "expert.jsonl"
+    path.write_text("".join(chat(LEFT, task_id=name) for name in (3, "3", "2882.0", None)))
+    assert [tau.task_id for tau in read(path, Shop())] == ["3", "3", "2882.0", None]
+    assert f"{path} has 1 tasks that no split of shop has, e.g. '2882.0'" in capsys.readouterr().err
+    start = checkpoint(tmp_path / "sft", ["2882.0"])
+    assert leaks(Shop(), [{"task_id": "1", "tokens": {"generated": 1}}], start, None)["demonstrations"] == 0
+    assert f"demonstrations of {start} has 1 tasks that no split" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

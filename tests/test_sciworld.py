@@ -8,6 +8,7 @@ pytest.importorskip("scienceworld")
 import envs
 from environments.sciworld import simulator as sciworld
 from environments.sciworld import tasks
+from qlass.messages import replay
 
 BOIL = "Your task is to boil water. For compounds without a boiling point, combusting the substance is also acceptable."
 
@@ -95,8 +96,11 @@ def test_the_reward_is_the_best_score_so_far_also_when_the_task_is_spoilt_or_tim
     assert env.step("look around")[4]["score"] < 0 < reward < 1 and terminated  # being outside had scored before
     turns = play(envs.make("sciworld", max_steps=2, simulators=1), task, [start, "sing"])
     assert turns[1][0] == sciworld.UNKNOWN and turns[1][1] > 0 and turns[1][2:] == (False, True)
-    turns = play(envs.make("sciworld", max_steps="eto", simulators=1), task, ["look around"] * 10)
+    etos = envs.make("sciworld", max_steps="eto", simulators=1)
+    turns = play(etos, task, ["look around"] * 10)
     assert [turn[3] for turn in turns] == [False] * 9 + [True]  # ETO's own limit for this task
+    recorded = ["look around"] * 12
+    assert [move.done for move in replay(etos, task, recorded)] == [False] * 12 + [True] and etos.max_steps == "eto"
 
 
 @pytest.mark.parametrize("task", ["grow-plant/3", "chemistry-mix/2"])
