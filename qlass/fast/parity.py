@@ -20,6 +20,7 @@ from qlass.fast.cache import PromptCache, Question, Tokens
 WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
 # Of attention windows that are not in the mask that a model is given, and larger than the sequences below.
 HIDDEN = ("window_size", "attention_window_size", "attention_window", "local_attention")
+COLUMNS = "attn_temperature_tuning"  # Llama 4 counts columns for it, and says so in texts longer than those below
 EXACT = 1e-3  # of the outputs' mean size, in float32
 ROUGH = 0.1  # in fewer bits; rounding alone makes .02
 NOT_FINITE = "its outputs are not finite: its weights are damaged, or overflow (try --precision float32)"
@@ -38,6 +39,8 @@ def fault(model: Any) -> str | None:
     config = model.config.get_text_config()
     if name := next((name for name in HIDDEN if getattr(config, name, None)), None):
         return f"its attention has windows of its own ({name})"
+    if getattr(config, COLUMNS, None):
+        return f"its attention counts columns of a batch ({COLUMNS})"
     quantised = getattr(model, "is_quantized", False)
     most = EXACT if model.dtype == torch.float32 and not quantised else ROUGH
     # Rounding alone can send a token to other experts or, with weights of few bits, over a step: most sequences count.
