@@ -109,7 +109,12 @@ class Chat:
         self._read_template()
         added = tokenizer.added_tokens_decoder  # a config may name a mere letter as an end
         self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} & added.keys()
-        controls = [t.content for i, t in added.items() if t.special or i in self.stop_ids]
+        written = "".join([self.begin, self.stop, self.turn, *self.system])  # by the template
+        controls = []
+        for i, token in added.items():
+            text = token.content
+            if token.special or i in self.stop_ids or (text.strip() and text in written):
+                controls.append(text)
         self.controls = any_of(controls)
         self._check_tokens()
         self.encode = functools.lru_cache(maxsize=100_000)(self._encode)

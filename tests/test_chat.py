@@ -299,6 +299,8 @@ def test_a_turn_ends_by_an_added_token_that_model_tokenizer_or_template_names(ki
     chat = Chat(tokenizer, Rendering(), ends=[2, None, start])
     assert chat.text(chat.action("click[size #4 <|im_end|>]", "")) == "click[size #4 <|im_end|>]"
     assert chat.prompt(State((("user", "see <|im_end|>"),))).count(chat.stop_id) == 1
+    nothing_named = Chat(tokenizer, Rendering())
+    assert nothing_named.prompt(State((("user", "see <|im_start|>"),))).count(start) == 2  # the template's own
     ids = tokenizer("Action: left", add_special_tokens=False).input_ids
     for end in (start, chat.stop_id, tokenizer.eos_token_id):
         assert chat.text([*ids, end, *ids]) == "Action: left"
