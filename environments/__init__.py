@@ -48,7 +48,11 @@ def writable(folder: Path) -> Path:
     """The folder for generated data, or the user's cache where the package was installed for all to read only."""
     if os.access(folder if folder.exists() else folder.parent, os.W_OK):
         return folder
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qlass"
+    home = os.path.expanduser("~")  # "~" of a user who has none, as in a container
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
+    if not os.path.isabs(cache):
+        raise UserError(f"{folder} is read only, and there is no home: set XDG_CACHE_HOME to a folder that is not")
+    return Path(cache) / "qlass"
 
 
 def code_of(kind: type) -> str:

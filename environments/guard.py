@@ -181,7 +181,11 @@ def plain(method: Callable, env: Any, *args: Any) -> Any:
 
 
 AROUND = {each.__name__: each for each in (reset, step, snapshot, restore, candidates, expert, oracle, rules)}
-AROUND |= {"canonical": plain, "message": plain}
+OTHERS = ("message", "split_ids", "task_type", "subject", "block", "picture", "published_id", "in_own_words")
+AROUND |= dict.fromkeys(("canonical", "reward_if_cut", *OTHERS), plain)
+
+
+TOLD = ("step", "canonical", "split_ids", "task_type", "subject", "block")  # whose argument a crash tells
 
 
 class Guarded:
@@ -204,7 +208,7 @@ def guarded(method: Callable, around: Callable, name: str) -> Callable:
     def call(env: Any, *args: Any, **options: Any) -> Any:
         if getattr(type(env), name) is not call:  # a subclass's method, which has its own guard, calls this one
             return method(env, *args, **options)
-        text = "{0.name}: task {0.playing}: {1}" + ("({2!r})" if name in ("step", "canonical") else "")
+        text = "{0.name}: task {0.playing}: {1}" + ("({2!r})" if name in TOLD else "")
         return attempt(lambda: text.format(env, name, *args), around, method, env, *args, **options)
 
     call.guarded = call  # a decorator's copy of this attribute is not the function that has it

@@ -20,7 +20,7 @@ import build_trees
 import envs
 from build_trees import Explorer
 from docs.switches import Switches
-from environments import check
+from environments import check, writable
 from experiments import compare, drive_in_order
 from qlass import UserError, presets, published
 from qlass.chat import Rendering
@@ -278,6 +278,9 @@ def crash(*_):
         ("candidates", crash, lambda env: env.candidates(), "candidates: KeyError"),
         ("candidates", lambda _: [("", HALF)], lambda env: env.candidates(), r"candidates: half a surrogate in '\\ud"),
         ("canonical", crash, lambda env: env.canonical("Done"), r"canonical\('Done'\): KeyError"),
+        ("task_type", crash, lambda env: env.task_ids("train"), r"task_type\('\w+'\): KeyError"),
+        ("split_ids", crash, lambda env: env.task_ids("exam"), r"split_ids\('exam'\): KeyError"),
+        ("in_own_words", crash, lambda env: env.in_own_words("go"), "in_own_words: KeyError"),
         ("rules", crash, lambda env: env.rules(), "rules: KeyError"),
         ("rules", lambda _: {"r": crash}, lambda env: env.rules()["r"](), "rule 'r': KeyError"),
         ("oracle", lambda *_: map(crash, "x"), lambda env: [*env.oracle("red")], "oracle: KeyError"),
@@ -288,6 +291,15 @@ def test_whatever_raises_names_the_task(name, method, call, says):
     env.reset(options={"task_id": "red"})
     with pytest.raises(UserError, match=f"own: task red: {says}"):
         call(env)
+
+
+def test_a_user_without_a_home_is_told_the_variable(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert writable(tmp_path) == tmp_path
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(UserError, match="read only, and there is no home: set XDG_CACHE_HOME"):
+        writable(tmp_path)
 
 
 def test_half_a_surrogate_is_replaced_where_it_enters():
