@@ -171,7 +171,7 @@ def parse(
 
     UserError, in one line, for flags that it does not have.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    argv = [at_home(word) for word in (sys.argv[1:] if argv is None else argv)]
     start = kind() if default is None else default
     errors, output = io.StringIO(), io.StringIO()
     try:
@@ -192,6 +192,11 @@ def parse(
         raise
     check_bounds(config)
     return config
+
+
+def at_home(word: str) -> str:
+    """A word of a command with the home folder for ~, which no shell puts in behind an =."""
+    return re.sub(r"(?<![^=])~[^/=]*(?=/|$)", lambda home: os.path.expanduser(home[0]), word)
 
 
 def rows_of(panel: str) -> list[str]:

@@ -44,6 +44,9 @@ def test_flags_of_every_kind():
     assert (config.method, config.M, config.N, config.show) == (("greedy", "qlass"), (2, 4), (), True)
     assert config.env_option == ("b=3",)  # of two of a name the last one
     assert settings_of(sft, "--env", "my.worlds:Maze").run == Path("runs/maze")
+    home = settings_of(q_search, "--run=~/run", "--sft", "~/sft", "--env-option", "data=~", "--stop", "a~b")
+    assert (home.run, home.sft, home.stop) == (Path.home() / "run", Path.home() / "sft", ("a~b",))
+    assert home.env_option == (f"data={Path.home()}",)
     trees = settings_of(build_trees, "--width", "2", "--limit", "9", "--device", "cpu")
     recipe = recipe_of(trees.recipe(), {})  # without what changes no byte
     assert recipe["width"] == 2 and not {"limit", "device", "run", "argv", "preset", "overwrite", "out"} & recipe.keys()
