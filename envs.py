@@ -185,7 +185,7 @@ def environment_class(name: str) -> type[TextEnv]:
         environment = getattr(importlib.import_module(module), kind)
     except (ImportError, AttributeError, ValueError) as error:
         choice = f"there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
-        hidden = "does a folder of yours hide one of ours?"
+        hidden = "is a folder of yours named as one of ours?"
         raise UserError(f"--env {name}: {error}; {choice} ({hidden})") from None
     if not (isinstance(environment, type) and issubclass(environment, TextEnv)):
         raise UserError(f"--env {name}: {kind} is no class that is derived from envs.TextEnv")

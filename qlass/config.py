@@ -303,8 +303,6 @@ def advice(error: Exception) -> str:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError):
         return f"{text}: pip install it"
-    if "failed writing file" in text:  # torch's
-        return "a file can't be written: is the disk full?"
     if re.search(OUT_OF_MEMORY, text):
         return f"out of memory: give {FEWER}"
     return "" if isinstance(error, RuntimeError) else text

@@ -156,15 +156,28 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
 # ------------------------------------------------------------------------------------------ content
 
 
-def sha256(path: Path) -> str:
-    """Of a file, or of a folder's files in order of their names.
+# Files of a checkpoint: their suffixes or, where others have these too, their names.
+LOADED = {
+    ".json",
+    ".safetensors",
+    ".jinja",
+    ".model",
+    ".tiktoken",
+    "vocab.txt",
+    "merges.txt",
+    "MERGED",
+}
+LINES = {".json", ".jsonl", ".txt", ".jinja"}  # the same with other line ends
 
-    Hidden ones and README.md, a model card, do not count: they change no number.
+
+def sha256(path: Path) -> str:
+    """Of a file or, of a checkpoint's folder, of the files that loading it reads, in order of their
+    names: what else lies there, such as a model card or a desktop.ini, changes no number.
     """
     paths = [path]
     if path.is_dir():
-        names = {"README.md", "Thumbs.db"}
-        paths = sorted(p for p in path.rglob("[!.]*") if p.is_file() and p.name not in names)
+        files = [p for p in path.rglob("[!.]*") if p.suffix in LOADED or p.name in LOADED]
+        paths = sorted(p for p in files if p.is_file())
     return digest(*((p, p.stat().st_size, p.stat().st_mtime_ns) for p in paths))
 
 
@@ -173,7 +186,7 @@ def digest(*files: tuple[Path, int, int]) -> str:
     total = hashlib.sha256()
     for path, *_ in files:
         with open(path, "rb") as content:
-            text = path.suffix in (".json", ".jsonl", ".txt")  # the same with other line ends
+            text = path.suffix in LINES
             for block in content if text else iter(functools.partial(content.read, 1 << 20), b""):
                 total.update(block.replace(b"\r\n", b"\n") if text else block)
     return total.hexdigest()
@@ -188,6 +201,9 @@ def share() -> tuple[int, int]:
         return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
     except ValueError as error:
         raise UserError(f"RANK and WORLD_SIZE number processes, but: {error}") from None
+
+
+ALMOST_NOTHING = 1 << 20  # bytes that are left of a disk when a write has failed for want of more
 
 
 def parts_of(output: Path) -> Path:
@@ -217,7 +233,12 @@ def draft_of(output: Path) -> Iterator[Path]:
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = output.with_name(".{}.draft-{}-of-{}".format(output.name, *share()))
     discard(draft)  # of a call that was killed
-    yield draft
+    try:
+        yield draft
+    except Exception as error:  # each library has its own words for a full disk
+        if shutil.disk_usage(output.parent).free < ALMOST_NOTHING:
+            raise UserError(f"{output}: can't be written: the disk is full") from error
+        raise
     if output.is_dir():
         discard(output)
     draft.replace(output)

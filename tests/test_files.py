@@ -6,10 +6,12 @@ import functools
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -116,10 +118,14 @@ def test_an_output_has_one_writer(tmp_path, capsys):
 def test_another_recipe_is_refused_and_free_flags_may_differ(tmp_path):
     path, sft, qnet = (tmp_path / name for name in ("x.jsonl", "sft", "qnet"))
     sft.mkdir()
-    (sft / "weights").write_text("1")
+    (sft / "model.safetensors").write_text("1")
     grow(path, sft=sft, stop=2)
     qnet.write_text("which a method asks for now")
-    (sft / "README.md").write_text("no change")
+    (sft / "chat_template.jinja").write_bytes(b"{{ messages }}\r\n")
+    grow(path, "--overwrite", sft=sft, stop=2)
+    for name in ("README.md", "desktop.ini", "notes.txt", "optimizer.pt"):  # which loading does not read
+        (sft / name).write_text("no change")
+    (sft / "chat_template.jinja").write_bytes(b"{{ messages }}\n")
     sft = sft.rename(tmp_path / "moved")  # an input is known by its content
     grow(path, "--limit", "9", "--device", "cpu", sft=sft, qnet=qnet)
     for words, inputs, says in (
@@ -129,7 +135,7 @@ def test_another_recipe_is_refused_and_free_flags_may_differ(tmp_path):
     ):
         with pytest.raises(UserError, match=rf"x\.jsonl was begun with {says}"):
             begin(path, *words, **{"sft": sft, "qnet": qnet} | inputs)
-    (sft / "weights").write_text("2")
+    (sft / "model.safetensors").write_text("2")
     with pytest.raises(UserError, match="--sft that has changed"):
         begin(path, sft=sft, qnet=qnet)
 
@@ -165,7 +171,7 @@ def test_what_is_no_output_of_this_command_or_can_not_be_shared_is_refused(tmp_p
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_file_or_a_checkpoint_is_replaced_as_a_whole_and_a_link_stays(link, tmp_path):
+def test_a_file_or_a_checkpoint_is_replaced_as_a_whole_and_a_link_stays(link, tmp_path, monkeypatch):
     file, folder, disk = tmp_path / "x.jsonl", tmp_path / "sft", tmp_path / "disk"
     (disk / "empty").mkdir(parents=True)
     if link:
@@ -181,6 +187,10 @@ def test_a_file_or_a_checkpoint_is_replaced_as_a_whole_and_a_link_stays(link, tm
         with pytest.raises(RuntimeError), files.draft_of(path) as draft:
             draft.write_text("half")
             raise RuntimeError("power cut")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the disk is full"):
+        patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0))
+        with files.draft_of(file):
+            raise RuntimeError("unexpected pos 576 vs 534")  # as torch says
     assert list(read_jsonl(file)) == lines and (folder / "config.json").read_text() == "new"
     assert (file.is_symlink(), folder.is_symlink()) == (link, link)
     files.discard(folder)  # --overwrite
@@ -403,7 +413,7 @@ def test_a_folder_of_ones_own_that_hides_ours_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.startswith(("data", "environments.webshop"))]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(UserError, match=r"--env webshop: .*/data/__init__.py.*does a folder of yours hide one of ours"):
+    with pytest.raises(UserError, match=r"--env webshop: .*/data/__init__.py.*of yours named as one of ours"):
         envs.environment_class("webshop")
 
 
