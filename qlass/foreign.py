@@ -118,6 +118,23 @@ def unread_weights(model: Any, keys: Iterable[str]) -> Iterator[str]:
             yield key
 
 
+# Weights in other forms, by their files, and how to make safetensors of them.
+FORMS = {
+    "zero_to_fp32.py": "DeepSpeed's shards, which {0}/zero_to_fp32.py --safe_serialization joins",
+    "*/*.distcp": "FSDP's shards: accelerate merge-weights SHARDS OUT",
+    "*model*.bin": "pickles, which may run code: from_pretrained and save_pretrained turn them",
+    "*.pth": "Meta's own form: name the HuggingFace form of this model",
+    "checkpoint-*/*.safetensors": "a folder of checkpoints: name one of them",
+}
+
+
+def refuse_other_forms(folder: Path) -> None:
+    """UserError for a folder whose weights are no safetensors, where it is known what they are."""
+    for pattern, form in FORMS.items():
+        if any(folder.glob(pattern)):
+            raise UserError(f"{folder}: has no model.safetensors, but {form.format(folder)}")
+
+
 def refuse_unknown_tokens(path: str | Path, model: Any, chat: Chat) -> None:
     """UserError if a prompt or a text can have a token that the model has no embedding of."""
     size = model.get_input_embeddings().num_embeddings

@@ -60,9 +60,12 @@ def attach(model: Any, rank: int, alpha: int | None) -> Any:
         adapter = peft.get_peft_model(model, peft.LoraConfig(r=rank, **options))  # in float32
         try_gradients(model)
     except Exception as error:  # whatever a library or a model class says to it
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{model.name_or_path}: --lora can't train it ({reason})") from error
+        raise UserError(f"{model.name_or_path}: --lora can't train it ({said(error)})") from error
     return adapter
+
+
+def said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def try_gradients(model: Any) -> None:
@@ -130,7 +133,10 @@ def with_adapter(model: Any, adapter: str | Path) -> Any:
     for name, weight in saved.items():  # it has all rows if tokens were added
         if f".{layer}." in name and name.endswith("weight") and "lora_" not in name:
             model.resize_token_embeddings(len(weight), mean_resizing=False)
-    model = peft.PeftModel.from_pretrained(model, adapter)
+    try:
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    except Exception as error:  # of a kind that this PEFT does not know
+        raise UserError(f"{adapter}: PEFT can't load the adapter ({said(error)})") from error
     if not hasattr(model.base_model, "merge_and_unload"):
         raise UserError(f"{adapter}: a trained prompt can't become weights: name a LoRA adapter")
     missing, unexpected = peft.set_peft_model_state_dict(model, saved)
@@ -140,5 +146,5 @@ def with_adapter(model: Any, adapter: str | Path) -> Any:
     try:
         model = merged(model)
     except Exception as error:  # not every kind of update can be merged
-        raise UserError(f"{adapter}: the adapter can't be merged ({error})") from error
+        raise UserError(f"{adapter}: the adapter can't be merged ({said(error)})") from error
     return model.requires_grad_(True)  # PEFT has frozen the base

@@ -71,6 +71,10 @@ def load_checkpoint(
         from qlass import lora
 
         lora.refuse_unmerged(path, adapters)
+    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
+        from qlass import foreign
+
+        foreign.refuse_other_forms(Path(path))
     place, precision = device_and_precision(device, precision)
     options: dict[str, Any] = {"dtype": torch.float32 if train else PRECISIONS[precision]}
     # A number, as Accelerate compares it with that of weights in few bits.

@@ -119,6 +119,19 @@ def test_other_weights_than_those_meant_are_refused(copy):
     refused(copy, "not a valid JSON")
 
 
+def test_weights_in_another_form_are_refused_with_the_way_to_ours(tmp_path):
+    for file, says in (  # each hides those before it
+        ("checkpoint-9/model.safetensors", "a folder of checkpoints: name one"),
+        ("consolidated.00.pth", "Meta's own form"),
+        ("pytorch_model-00001-of-00002.bin", "pickles, .* save_pretrained"),
+        ("pytorch_model_fsdp_0/__0_0.distcp", "accelerate merge-weights"),
+        ("zero_to_fp32.py", f"{tmp_path}/zero_to_fp32.py --safe_serialization"),
+    ):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+        refused(tmp_path, f"has no model.safetensors, but .*{says}")
+
+
 class Bomb(str):
     """Who unpickles it makes a folder of this name."""
 
@@ -199,6 +212,8 @@ def test_an_adapter_of_another_model_or_of_a_prompt_is_refused(tmp_path, agent):
     refused(tmp_path / "prompt", "a trained prompt can't become weights")
     adapter(agent, tmp_path / "bias", ["q_proj"], lora_bias=True)  # its base has none
     refused(tmp_path / "bias", "can't be merged")
+    rewrite(tmp_path / "bias", name="adapter_config.json", peft_type="NEWER")
+    refused(tmp_path / "bias", r"PEFT can't load the adapter .*NEWER'\)$")
 
 
 @pytest.mark.parametrize("place", ["lora_adapter", "adapter", "checkpoint-9/adapter"])
