@@ -29,12 +29,12 @@ import envs
 import sft
 from experiments import clone_answers
 from q_search import Method, episode
-from qlass import UserError, published, runs
+from qlass import Refused, UserError, published, runs
 from qlass.agent import load_agent, settled
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
 from qlass.config import Natural, Real, Sampling, free, read, run_stage
-from qlass.files import read_trees
+from qlass.files import read_trees, warn
 from qlass.messages import without_thinking
 from qlass.pairs import states_of
 from qlass.results import costs_of
@@ -91,7 +91,11 @@ def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, config: Config
             models[Score] = load_qnet(inputs["qnet"], config).score
 
         def line_of(task: str) -> Generator:
-            lines = yield from trajectories(env.fork(), task, method, agent.chat)
+            lines: list[dict] = []
+            try:
+                lines = yield from trajectories(env.fork(), task, method, agent.chat)
+            except Refused as error:
+                warn(f"{task} has no trajectory: {error}")
             return [{"task_id": task, "trajectories": lines}]
 
         played = drive(map(line_of, todo), models, config.in_flight or env.side_by_side)

@@ -17,8 +17,8 @@ from experiments.qval import __main__ as qval
 from experiments.qval import downstream, metrics, search, targets
 from experiments.qval.metrics import RHO
 from experiments.qval.points import Point, digest, label, trajectory
-from experiments.qval.scorers import Call, Context, Decision, answer, entry
-from qlass import UserError
+from experiments.qval.scorers import SCORERS, Call, Context, Decision, Entry, answer, entry
+from qlass import Refused, UserError
 from qlass.agent import load_policy
 from qlass.batching import Candidate, Sample, drive
 from qlass.chat import Rendering
@@ -292,6 +292,23 @@ def test_predictions_are_in_qvals_layout_and_of_these_points_alone(study, tmp_pa
     assert record["metadata"]["ranking_point_hashes"] == [point["hash"] for point in points]
     study("--overwrite", "--scorers", "random", points="6")
     assert {path.name for path in folder.glob("predictions/*")} == {"random.json", "random.json.meta.json"}
+
+
+def test_a_state_that_a_server_refuses_has_no_score(study, tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def scores(context, decision):
+        yield from ()
+        calls.append(decision)
+        if len(calls) == 1:
+            raise Refused("against the rules")
+        return [1.0] * len(decision.candidates)
+
+    monkeypatch.setitem(SCORERS, "untried", Entry("control", scores))
+    study("--scorers", "untried")
+    record = json.loads((tmp_path / "qval" / "predictions" / "untried.json").read_text())
+    assert record["values"] == [None, 1.0, 1.0, 1.0, 1.0]
+    assert "has no score: against the rules" in capsys.readouterr().err
 
 
 def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):

@@ -11,6 +11,7 @@ import sft
 from experiments import self_train
 from experiments.self_train import best_branch, kept
 from q_search import Method
+from qlass import Refused
 from qlass.files import read_jsonl
 from qlass.messages import State, parse_action
 
@@ -62,7 +63,7 @@ def stage(tmp_path, fake_world, monkeypatch):
 
     def sample(requests):
         start.sampled += requests
-        return [policy(r) for r in requests]
+        return [Refused("against the rules") if r.key[0] in start.refused else policy(r) for r in requests]
 
     def score(requests):
         return [[float("right" in action) for action in r.actions] for r in requests]
@@ -76,6 +77,7 @@ def stage(tmp_path, fake_world, monkeypatch):
         self_train.main(["--run", str(tmp_path), "--threshold", "0", *argv])
         return start.calls[-1]
 
+    start.refused = ()
     expert = [{"messages": messages, "task": "", "reward": 1, "task_id": f"mine{i}"} for i in range(3)]
     (tmp_path / "expert.jsonl").write_text(dump(expert))
     for name in ("sft", "qnet"):
@@ -106,6 +108,14 @@ def test_q_guided_trajectories_are_merged_and_trained_on(stage, tmp_path):
     assert (flags.model, flags.n_expert, flags.overwrite) == ("tiny", 3, False)
     again = {"lr": 0.5, "patience": 5, "max_tokens": 99, "micro_tokens": 11, "epochs": 7, "batch": 3}
     assert {name: getattr(flags, name) for name in again} == again
+
+
+def test_a_task_that_a_server_refuses_has_no_trajectory(stage, tmp_path, capsys):
+    stage.refused = ("train1",)
+    stage("--method", "rft")
+    lines = {line["task_id"]: line["trajectories"] for line in read_jsonl(tmp_path / "self_train-rft.rollouts.jsonl")}
+    assert [task for task in lines if not lines[task]] == ["train1"] and len(lines) == 6
+    assert "train1 has no trajectory: against the rules" in capsys.readouterr().err
 
 
 def test_rejection_sampling_plays_once_and_the_trees_best_branches_not_at_all(stage, tmp_path):

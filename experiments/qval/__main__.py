@@ -29,7 +29,7 @@ from experiments import drive_in_order
 from experiments.qval import downstream, metrics, report, search
 from experiments.qval.points import REFERENCES, Point, distinct, drawn, label, trajectory
 from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, available, entry, inputs
-from qlass import UserError, files, runs
+from qlass import Refused, UserError, files, runs
 from qlass.agent import begin_as_cloned
 from qlass.batching import Sample
 from qlass.chat import Rendering
@@ -145,7 +145,11 @@ class Study:
 def predict(env: envs.TextEnv, point: Point, chosen: Entry, context: Context) -> Generator[Any, Any, list]:
     """A score's values of a point's candidates."""
     decision = Decision(env, point.restore(env), point.candidates, (point.task_id, "score", point.hash))
-    values = yield from chosen.scores(context, decision)
+    values: list[float | None] = [None] * len(point.candidates)
+    try:
+        values = yield from chosen.scores(context, decision)
+    except Refused as error:
+        files.warn(f"a state of {point.task_id} has no score: {error}")
     env.close()
     return [None if value is None else float(value) for value in values]
 
