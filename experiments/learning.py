@@ -27,6 +27,7 @@ from qlass.chat import Chat, Rendering
 from qlass.config import Memory, Natural, Positive, Prompt, Real, free
 from qlass.fast.decode import FastPolicy
 from qlass.files import checkpoint_folder, draft_of, locked, write_jsonl
+from qlass.foreign import fingerprint
 from qlass.messages import uniforms
 from qlass.published import learned_tasks
 
@@ -175,6 +176,7 @@ def learn(
         recipe = runs.claim(folder, recipe, config.overwrite)
         for old in (state, log) if config.overwrite else ():
             old.unlink(missing_ok=True)
+        mark = runs.meta_of(folder).get("fingerprint")  # of the best agent so far
         if state.exists():
             lines = learner.resume(state)
         elif log.exists():  # else the agent as it comes would replace the best one
@@ -191,8 +193,9 @@ def learn(
                 print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {line['val']:.3f}", flush=True)
                 if best() is line:
                     learner.save(folder)
+                    mark = fingerprint(learner.model, learner.chat)
                 figures = {"best": best(), "last": line, "passes": passes, "budget": config.budget} | known
-                runs.write_meta(folder, config, recipe, inputs, **figures)
+                runs.write_meta(folder, config, recipe, inputs, **figures, fingerprint=mark)
                 write_jsonl(log, lines)
                 learner.suspend(state, lines)
     gain = f"validation {lines[0]['val']:.3f} -> {best()['val']:.3f} at batch {best()['batch']}"

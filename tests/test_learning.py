@@ -10,6 +10,8 @@ from qlass import UserError, published
 from qlass.agent import load_policy
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl
+from qlass.foreign import FIXED
+from qlass.runs import meta_of
 
 GROUPS = ["--batch-tasks", "8", "--minibatch", "4", "--every", "2"]
 FLAGS = {tree_grpo: GROUPS, ppo: [*GROUPS, "--warm-up", "0"], eto: ["--batch-tasks", "4", "--every", "2"]}
@@ -93,8 +95,10 @@ def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monk
 
     monkeypatch.setattr(Learner, "validation", validation)
     assert [line["val"] for line in train(tree_grpo, "run", 400, "--every", "1")[:3]] == [0.1, 0.6, 0.5]
-    kept = load_policy(tmp_path / "run" / "sft-x").model.state_dict()
-    assert all(torch.equal(w, states[1][name]) for name, w in kept.items())
+    policy = load_policy(tmp_path / "run" / "sft-x")
+    assert all(torch.equal(w, states[1][name]) for name, w in policy.model.state_dict().items())
+    mark = meta_of(tmp_path / "run" / "sft-x")["fingerprint"]
+    assert mark == pytest.approx(policy.likelihoods([FIXED])[0], abs=1e-3)
 
 
 def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, tmp_path, monkeypatch):
