@@ -40,9 +40,8 @@ STYLE = {
 PNG = {"dpi": 150, "bbox_inches": "tight", "facecolor": "white"}
 
 
-Pictures: TypeAlias = dict[
-    str, dict[str, tuple[str, str]]
-]  # {figure: {environment: SVG for a wide and a narrow screen}}
+# {figure: {environment: (SVG for a wide screen, SVG for a narrow one)}}
+Pictures: TypeAlias = dict[str, dict[str, tuple[str, str]]]
 
 
 def draw(groups: Sequence[Group], out: Path, plots: Sequence[Callable]) -> Pictures:
