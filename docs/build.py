@@ -3,7 +3,7 @@
 <!-- code: q_search.episode -->         the next block is this function
 | [sft.py](sft.py) | stage 1 | 290 |    the number is of the file's lines, or of a folder's
 
-The lake's lines are of the five commands that the page shows, and of
+The lake's lines are of the commands that the page shows, and of
 
     for file in expert trees q_labels results; do
         grep -E '"task_id": "4x4/(12|03)"' runs/lake/$file.jsonl > docs/walkthrough/lake/$file.jsonl
@@ -31,7 +31,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from docs import svg
+from reporting import svg
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, LINES, README = ROOT / "docs/walkthrough.md", ROOT / "docs/walkthrough", ROOT / "README.md"
@@ -103,8 +103,7 @@ def trees() -> dict[str, str]:
     branches = ["", *(f"branch {node['branch']}" for node in lake[1:])]
 
     def by(name: str, tree: list[dict], words: list[str], rows: Sequence[str] = ()) -> str:
-        rgb = [[round(255 - depth * node["q"]) for depth in (145, 87, 25)] for node in tree]  # white for 0, blue for 1
-        fills = ["#{:02x}{:02x}{:02x}".format(*colour) for colour in rgb]
+        fills = [svg.shade(node["q"]) for node in tree]
         return svg.tree(tree, words, ["", *(f"{node[name]:.2f}" for node in tree[1:])], fills, rows)
 
     return {

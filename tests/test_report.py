@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from textwrap import shorten
 
 import pytest
 from fakes import dump
@@ -18,7 +19,8 @@ import reporting.__main__ as report
 from experiments.frontier import frontier, training_tokens
 from qlass import UserError
 from qlass.files import read_jsonl
-from reporting import expected, figures, page, results, tables
+from qlass.messages import parse_action
+from reporting import expected, figures, page, results, tables, tree
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -354,6 +356,27 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     for trees, place in ((expert + few + grown, 2), (expert + few, 1), (grown + few, 0)):
         write(tmp_path / "trees.jsonl", trees)
         assert json.loads(page.tree_data(tmp_path / "trees.jsonl"))["first"] == place
+
+
+def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
+    """A circle for each node, its action above the edge, its q or its source below; the first tree that branches."""
+    lines = [node for node in read_jsonl(TREES) if node["task_id"] == "train_0"]
+    chain = [node | {"task_id": "chain"} for node in lines[:2]]
+    chain[0] |= {"nodes": 2}
+    unlabelled = [{k: v for k, v in node.items() if k not in ("q", "q_raw")} for node in lines]
+    for name, nodes, below in (("q_labels", lines, "q"), ("trees", unlabelled, "source")):
+        (tmp_path / f"{name}.jsonl").write_text(dump([*chain, *nodes]))
+        tree.main(["--trees", str(tmp_path / f"{name}.jsonl"), "--out", str(tmp_path / "x.svg")])
+        drawn = (tmp_path / "x.svg").read_text()
+        assert drawn.count("<circle") == len(lines) and drawn.count("r = ") == sum(node["done"] for node in lines)
+        for node in lines[1:]:
+            action, value = parse_action(node["action"]), node[below] if below == "source" else f"{node['q']:.2f}"
+            assert f">{shorten(action, tree.LETTERS, placeholder='…')}<" in drawn and f">{value}<" in drawn
+    tree.main(["--run", str(tmp_path), "--task", "chain"])  # of q_labels.jsonl
+    assert (tmp_path / "tree_chain.svg").read_text().count("<circle") == 2
+    assert "tree_chain.svg: the 2 nodes of task chain" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"no tree of task 9; its tasks are chain, train_0"):
+        tree.main(["--run", str(tmp_path), "--task", "9"])
 
 
 def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):

@@ -12,6 +12,11 @@ RADIUS, COLUMN, ROW = 13, 126, 48  # of a tree, in pixels
 LINE, BAR, CELL = 21, 84, 26  # of an episode and of a map
 
 
+def shade(q: float) -> str:
+    """White for 0, blue for 1."""
+    return "#{:02x}{:02x}{:02x}".format(*(round(255 - depth * q) for depth in (145, 87, 25)))
+
+
 def text(x: float, y: float, words: str, weight: str = "normal", fill: str = INK, anchor: str = "start") -> str:
     look = f'fill="{fill}" font-weight="{weight}" text-anchor="{anchor}"'
     return f'<text x="{x:g}" y="{y:g}" {look}>{escape(words)}</text>'
