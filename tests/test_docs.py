@@ -53,6 +53,8 @@ def test_the_rival_of_the_page_plays_and_has_a_row(agent, value_net, fake_world,
         for step in four["steps"]:
             votes = {candidate["action"]: candidate["q"] for candidate in step["candidates"]}
             assert sum(votes.values()) == 4 and votes[step["action"]] == max(votes.values())
+    told = (build.ROOT / "data/README.md").read_text(encoding="utf-8").partition("## results.jsonl")[2]
+    assert four.keys() | four["steps"][0].keys() | {"q"} <= set(re.findall(r"`(\w+)`", told))
     page = build.COMPARE.read_text(encoding="utf-8")
     (example,) = re.findall(r"^    (\{.*?\}\n)", page, re.M | re.S)
     other = json.loads(example) | {"env": "fake", "task_id": task}
