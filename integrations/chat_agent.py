@@ -80,14 +80,14 @@ class Answer(Candidate):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Run):
-    stage: ClassVar[str] = "chat_agent"
+    stage: ClassVar[str] = "q_search"  # whose presets name the tasks to play, so that rows are of the same ones
     plays_elsewhere: ClassVar[bool] = True
 
     server: Annotated[str, arg(metavar="URL[#MODEL]")] = free("")  # of an OpenAI-compatible API
     examples: Natural = 0  # demonstrations in front of the task
     N: Annotated[tuple[Positive, ...], arg(aliases=["-N"])] = free((1,))  # episodes, of which the best counts
     split: str = free("test")  # tasks to play
-    limit: Natural = free(100)  # number of tasks (0: all)
+    limit: Natural = free(0)  # number of tasks (0: all)
     skip: Natural = free(0)  # leave out the first tasks
     temperature: Real = 0.7
     max_new_tokens: Positive = 256  # of an answer

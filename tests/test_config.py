@@ -14,6 +14,7 @@ import build_trees
 import q_search
 import sft
 import train_qnet
+from integrations import chat_agent
 from qlass import UserError, presets
 from qlass.config import Run, bounds_in, flag
 from qlass.runs import recipe_of
@@ -73,6 +74,7 @@ VALUES = [  # which the published rows have
     ("webshop", bellman, {"gamma": 0.98}),
     ("webshop", train_qnet, {"epochs": 3, "patience": 3, "rank_weight": 4.0, "loss_on": "last", "max_tokens": 1024}),
     ("webshop", q_search, {"skip": 400, "limit": 0, "split": "test", "M": (2,)}),
+    ("webshop", chat_agent, {"skip": 400, "limit": 0, "split": "test"}),  # the same tasks
     ("alfworld", build_trees, {"depth": 8, "rollouts": 6, "limit": 600, "env_option": ("thoughts=false",)}),
     ("alfworld", train_qnet, {"epochs": 6, "patience": 6, "rank_weight": 0.0}),
     ("sciworld", sft, {"n_expert": 300, "epochs": 12, "batch": 4, "env_option": ("tasks=eto",)}),
