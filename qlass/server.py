@@ -27,6 +27,13 @@ CHAT_OPTIONAL = ("seed", "stop")  # fields that a chat can do without
 # What lists of models call a model's context, in tokens.
 CONTEXTS = ("max_model_len", "context_length", "max_context_length", "context_window")
 ENDS = (None, "", "stop", "length", "eos", "eos_token", "stop_sequence", "end_turn")
+# In JSON: two halves of a character, another escape, or half a character alone.
+HALF = re.compile(r"(\\ud[89ab]..\\ud[c-f]..|\\[^u])|\\ud[89a-f]..", re.IGNORECASE)
+
+
+def whole(escape: re.Match) -> str:
+    """An escape of JSON; for half a character, which no file takes, the replacement character."""
+    return escape[1] or r"\ufffd"
 
 
 class Reply(NamedTuple):
@@ -139,7 +146,7 @@ class Server:
             else:
                 sent = {name: value for name, value in body.items() if name not in self.left_out}
                 text = self.client.post(path, body=sent, cast_to=str)
-            reply = parse_json(text.encode(), "its reply")
+            reply = parse_json(HALF.sub(whole, text).encode(), "its reply")
             self._hold_on_to_name(reply)
             return read(reply)
         except UserError as error:

@@ -2,6 +2,7 @@
 
 import base64
 import itertools
+import json
 import math
 import re
 import signal
@@ -244,6 +245,21 @@ def test_a_reply_that_is_good(fake, reply):
     policy = ServerPolicy(fake.url, CHAT)
     fake.script += [reply, choice("")]
     assert texts(policy, request()) == ["Action: a"] and texts(policy, request()) == [""]  # the end of the turn at once
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        (r"left \ud83d", "left \ufffd"),  # cut within a character
+        (r"\uDE00 left\uD83D\ud83d\ude00", "\ufffd left\ufffd\N{GRINNING FACE}"),
+        (r"\\ud83d \u00e9 \"", '\\ud83d \u00e9 "'),
+    ],
+)
+def test_half_a_character_of_a_reply_is_replaced(said, read):
+    body = json.dumps(choice("SAID")).replace("SAID", said).encode()
+    with serving(lambda _: (200, body)) as url:
+        (text,) = texts(ServerPolicy(url, CHAT), request())
+        assert text.encode().decode() == read
 
 
 def test_a_chat_model_answers_what_a_policy_does(fake):
