@@ -43,6 +43,10 @@ class Reply(NamedTuple):
     choice: dict[str, Any]
 
 
+class Away(UserError):
+    """No reply came."""
+
+
 class Server:
     """The model at http://HOST:PORT/v1, with #MODEL if there are several; $OPENAI_API_KEY.
 
@@ -83,7 +87,7 @@ class Server:
             raise UserError("OPENAI_API_KEY holds a space, a line end or a letter beyond ASCII")
         try:
             parts = urlsplit(address)
-            form = re.fullmatch(r"https?://\S+", address)
+            form = re.fullmatch(r"(?i)https?://\S+", address)
             if not form or not parts.hostname or parts.port == 0:
                 raise ValueError("it is no http://HOST:PORT/v1")
             local = parts.hostname in ("localhost", "127.0.0.1", "::1")  # without a proxy
@@ -128,6 +132,8 @@ class Server:
 
         try:
             return self.ask("/models", read)
+        except Away:
+            raise
         except UserError:
             if self.model:  # not every server has a list
                 return {}
@@ -153,10 +159,11 @@ class Server:
             kind = type(error)
             problem = f"{error}{hint}"
         except self.openai.APIConnectionError as error:
+            kind = Away
             problem = str(innermost(error))
         except self.openai.APIStatusError as error:
             kind = Refused if error.status_code in REFUSALS else UserError
-            problem = f"{error}{hint}"
+            problem = f"{path}: {error}{hint}"
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             problem = f"answers {text}"
         problem = " ".join(problem.split())[:300]

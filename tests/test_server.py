@@ -570,9 +570,10 @@ def test_a_server_or_a_path(text):
 
 
 def test_nobody_there_and_what_is_asked_of_no_server(capsys):
-    with pytest.raises(UserError, match=r"--server http://127.0.0.1:9/v1: .*Connection refused"):
-        Server("http://127.0.0.1:9/v1")
-    assert capsys.readouterr().err.count("busy or away") == 1
+    for model in ("", "#first"):
+        with pytest.raises(UserError, match=r"--server http://127.0.0.1:9/v1: .*Connection refused"):
+            Server(f"http://127.0.0.1:9/v1{model}")
+        assert capsys.readouterr().err.count("busy or away") == 1
     with pytest.raises(UserError, match="--candidates free"):
         ServerPolicy("http://a/v1", word_chat(candidates="valid"))
 
