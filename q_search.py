@@ -257,16 +257,16 @@ def load(
     models: Models = {}
     inputs: dict[str, Path | None] = {}
     sft = inputs["sft"] = find_or_make(config.sft, "sft", "sft", config)
-    if with_q and config.qnet and is_url(config.qnet):
-        from qlass import served_qnet
-
-        served, inputs["qnet"] = served_qnet.load(config.qnet, config)
-        models[Score] = served.score
-    elif with_q:
+    if with_q:
         named = Path(config.qnet) if config.qnet else None
+        served = None
+        if config.qnet and is_url(config.qnet):
+            from qlass import served_qnet
+
+            served, named = served_qnet.load(config.qnet, config)
         qnet = inputs["qnet"] = find_or_make(named, "train_qnet", "qnet", config)
         check_qnet(qnet, sft, config.env)
-        models[Score] = load_qnet(qnet, config).score
+        models[Score] = (served or load_qnet(qnet, config)).score
     agent = load_agent(sft, config, env)
     return agent.chat, models | {Sample: agent.sample, LogProb: agent.likelihoods}, inputs
 

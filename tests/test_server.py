@@ -523,7 +523,7 @@ BYTES = Chat(chat_tokenizer("chatml"), Rendering(max_new_tokens=12, stop=()), 40
 
 
 @pytest.mark.parametrize("chat", [CHAT, BYTES], ids=["the agent's tokenizer", "its own"])
-def test_a_search_by_a_served_qnet_is_the_local_one(fake, fake_world, tmp_path, chat):
+def test_a_search_by_a_served_qnet_is_the_local_one(fake, fake_world, tmp_path, chat, capsys):
     save_agent(tmp_path / "sft")
     qnet, elsewhere = tmp_path / "qnet", tmp_path / "elsewhere"
     net = QNet(tiny_backbone(chat), chat, hidden=8).eval()
@@ -548,8 +548,9 @@ def test_a_search_by_a_served_qnet_is_the_local_one(fake, fake_world, tmp_path, 
         with pytest.raises(UserError, match=r"begun with --qnet (first|None), not (second|None|first)"):
             search(other, out)
     mark = fingerprint(net.backbone, chat, net.score)
-    meta_path(qnet).write_text(dump([{"fingerprint": mark}]))
+    meta_path(qnet).write_text(dump([{"fingerprint": mark, "recipe": {"env": "elsewhere"}}]))
     search(fake.url, "known.jsonl")
+    assert f"{qnet}: was trained on elsewhere, and plays" in capsys.readouterr().err
     meta_path(qnet).write_text(dump([{"fingerprint": [mark[0] + 0.1, *mark[1:]]}]))
     with pytest.raises(UserError, match=r"has other weights \(a fixed text has another value, by 0\.100\)"):
         search(fake.url, "other.jsonl")
