@@ -1,9 +1,9 @@
 """QNet's values in other trainers: Q of each of the agent's turns, as a reward of that turn or of the episode.
 
-    q, gains = turn_values(scorer(QNet.from_pretrained("runs/webshop/qnet")), messages)
+    q, gains = turn_values(scorer(QNet.from_pretrained("runs/webshop/qnet")), messages, task)
 
 Messages are as QNet learned them: instruction, "OK", the first observation, then actions and observations in turns. The
-tiny model also reads the task's sentence, which verifiers has in `info["task_sentence"]`.
+tiny model also reads `task`, the task's sentence, which verifiers has in `info["task_sentence"]`; others need none.
 """
 
 from collections.abc import Callable
