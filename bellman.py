@@ -41,6 +41,7 @@ class Config(Run):
 
 
 def children_of(tree: list[dict]) -> list[list[int]]:
+    """The places, in the tree's list, of the children of each node."""
     position = {node["node_id"]: i for i, node in enumerate(tree)}
     children: list[list[int]] = [[] for _ in tree]
     for i, node in enumerate(tree[1:], 1):
@@ -65,6 +66,7 @@ def min_max(values: list[float]) -> list[float]:
 
 
 def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
+    """The same nodes with `q_raw`, the target of this name, and `q`, its min-max in the tree."""
     raw = TARGETS[target](tree, gamma)
     values = zip(tree, raw, min_max(raw), strict=True)
     return [node | {"q_raw": value, "q": scaled} for node, value, scaled in values]

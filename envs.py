@@ -124,9 +124,11 @@ class TextEnv(Guarded, Hooks, gymnasium.Env):
         return action in valid or self.canonical(action) in map(self.canonical, valid)
 
     def snapshot(self) -> Any:
+        """All that a step changes, in whatever form `restore` takes."""
         raise NotImplementedError
 
     def restore(self, snapshot: Any) -> None:
+        """Return to a snapshot, which stays as it is: several branches begin there."""
         raise NotImplementedError
 
     def reward_if_cut(self) -> float:
@@ -159,6 +161,7 @@ class TextEnv(Guarded, Hooks, gymnasium.Env):
         return [("", action) for action in self.valid_actions()]
 
     def valid_actions(self) -> list[str]:
+        """Every action that would be acted on now, each once, in a fixed order."""
         raise NotImplementedError
 
 

@@ -113,7 +113,7 @@ def examples_of(chat: Chat, expert: list[Demonstration], limit: int) -> Iterator
 
 
 def sft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
-    """Eq. (5): -sum_t log pi(a_t | s_t), of each token given what stands before it; ().
+    """Eq. (5): -sum_t log pi(a_t | s_t) in nats, of each token given what stands before it; ().
 
     The output layer is wide, and most tokens are only read: of the T - 1 positions the K that
     predict in any row are computed.
@@ -152,9 +152,9 @@ def train(
             batch = [examples[i] for i in update]
             n = sum(example.targets for example in batch)
             loss = 0.0
-            for group in processes.mine(micro_batches(batch, len, config.micro_tokens)):
+            for portion in processes.mine(micro_batches(batch, len, config.micro_tokens)):
                 with autocast(model, dtype):
-                    part = loss_of(model, group) / n  # Eq. (5), per token
+                    part = loss_of(model, portion) / n  # Eq. (5), per token
                 part.backward()  # gradients accumulate
                 loss += part.item()
             loss = processes.summed(model, loss)
@@ -172,12 +172,13 @@ def train(
 
 @torch.no_grad()
 def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | None:
-    """The loss per token, given the expert's own history; None without examples."""
+    """Eq. (5) per token that the agent writes, in nats, given the expert's own history; None
+    without examples."""
     model.eval()
     if not examples:
         return None
-    groups = micro_batches(examples, len, micro_tokens)
-    losses = [sft_loss(model, group).item() for group in groups]
+    portions = micro_batches(examples, len, micro_tokens)
+    losses = [sft_loss(model, portion).item() for portion in portions]
     return sum(losses) / sum(example.targets for example in examples)
 
 

@@ -181,9 +181,10 @@ def family_loss(
 
 @dataclass(frozen=True)
 class Group:
-    """Pairs whose loss is computed at once: one pair, or with a rank weight a family of siblings.
+    """What an epoch shuffles: pairs whose loss is computed at once. It is one pair or, with a rank
+    weight, which needs siblings together, a family; qlass/fast packs more of a tree into one.
 
-    qlass/fast packs more of a tree into one. tokens: what pairs share counts once.
+    tokens: without padding; what its pairs share counts once.
     """
 
     pairs: Sequence[Pair]
@@ -191,7 +192,7 @@ class Group:
 
 
 def group_of(chat: Chat, family: Pairs) -> Group:
-    """A family as a group."""
+    """A pair alone, or a family, as a group."""
     prompt = chat.prompt(family[0].state)
     beginnings: set[tuple[int, ...]] = set()
     for pair in family:
@@ -201,7 +202,7 @@ def group_of(chat: Chat, family: Pairs) -> Group:
 
 
 def groups_of(chat: Chat, trees: list[Pairs], config: Config) -> list[Any]:
-    """The groups that an epoch shuffles."""
+    """The groups of all trees: `Group` with --plain, else `PackedPairs` of qlass/fast."""
     groups: list[Any] = []
     for tree in trees:
         together = families(tree) if config.rank_weight else [[pair] for pair in tree]
@@ -250,9 +251,9 @@ def train(
             batch = [groups[i] for i in update]
             n = sum(len(group.pairs) for group in batch)
             loss = 0.0
-            for some in processes.mine(micro_batches(batch, lambda group: group.tokens, budget)):
+            for portion in processes.mine(micro_batches(batch, lambda g: g.tokens, budget)):
                 with autocast(qnet, dtype):
-                    part = loss_of(qnet, some, config) / n  # Eq. (11), per pair
+                    part = loss_of(qnet, portion, config) / n  # Eq. (11), per pair
                 part.backward()  # gradients accumulate
                 loss += part.item()
             loss = processes.summed(qnet, loss)
@@ -304,6 +305,7 @@ def load(sft: Path, config: Config) -> tuple[QNet, Any]:
 
 
 def save(qnet: QNet, out: Path, adapter: Any, precision: str) -> None:
+    """Write RUN/qnet/, whole or not at all; UserError if it can't be loaded again."""
     dtype = models.PRECISIONS[precision]
     with files.draft_of(out) as folder:
         qnet.backbone = models.full_weights(qnet.backbone, folder, adapter, dtype)

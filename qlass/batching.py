@@ -38,7 +38,7 @@ class Score:
 
 
 class LogProb(Score):
-    """log pi(a | s) of each action as free text."""
+    """log pi(a | s) of each action as free text, in nats, at temperature 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Candidate:
 
     text: str
     tokens: int  # sampled, the end of the turn included
-    logprob: float
+    logprob: float  # log pi(a | s) in nats, at the temperature of the request
     ids: tuple[int, ...] = ()  # of free text, as sampled: tokenizing the text may give others
 
 

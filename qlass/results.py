@@ -24,10 +24,12 @@ from qlass.runs import AGAIN, Inputs, Output, meta_of, outdated, recipe_of
 
 @dataclass(frozen=True)
 class Step:
+    """Lines 5 to 9 of Algorithm 4."""
+
     state: State  # s_t
     drawn: Sequence[Candidate]  # M candidates
     candidates: list[str]  # the distinct actions among them
-    scores: list[float]
+    scores: list[float]  # of the candidates; nan where nothing scores them
     action: str  # the one taken
     observation: str  # what it led to
     reward: float

@@ -214,7 +214,10 @@ def states_of(checkpoint: Path) -> Path:
 
 
 class Output:
-    """A JSONL file made group by group, by one process or several; a group is a tree or a line.
+    """A JSONL file made group by group, by one process or several.
+
+    A *group* is the lines that are about one thing and are written at once: of trees.jsonl the tree
+    of a task, of expert.jsonl and results.jsonl one line. (A training's Group is another thing.)
 
     key: what a group is about, the same for all of its lines. groups: what need not be made again.
     alone: this process writes all of it, although it has others beside it.

@@ -40,14 +40,17 @@ def updates_of(sizes: Sequence[int], batch: int, seed: int, epoch: int) -> list[
 
 
 def micro_batches(examples: Sequence[T], length: Callable[[T], int], budget: int) -> list[list[T]]:
-    """Examples of like length, as many together as fit `budget` tokens, padding included; at least
-    one."""
-    groups: list[list[T]] = []
+    """The examples of an update in portions that are in memory at once, of like length each.
+
+    length: tokens of an example. budget (--micro-tokens): tokens of a portion (B, T), B * T with
+    the padding; a longer example is a portion of its own. The log counts tokens without padding.
+    """
+    portions: list[list[T]] = []
     for example in sorted(examples, key=length, reverse=True):
-        if not groups or length(groups[-1][0]) * (len(groups[-1]) + 1) > budget:
-            groups.append([])
-        groups[-1].append(example)
-    return groups
+        if not portions or length(portions[-1][0]) * (len(portions[-1]) + 1) > budget:
+            portions.append([])
+        portions[-1].append(example)
+    return portions
 
 
 def cosine(step: int, steps: int) -> float:
@@ -156,7 +159,8 @@ class TrainingLog:
         return self.order[epoch][done:]
 
     def end_update(self, loss: float, tokens: int) -> None:
-        """tokens: of the update's examples, without padding."""
+        """loss: the mean of the update. tokens: of its examples, without padding, which
+        --micro-tokens counts; the log's `tokens` are the sum of all updates so far."""
         before = [line["tokens"] for line in self.lines if "lr" in line]
         total = tokens + (before[-1] if before else 0)
         self.write(self.step + 1, loss=loss, lr=self.optimizer.param_groups[0]["lr"], tokens=total)

@@ -45,8 +45,8 @@ class RoomyLayer(DynamicLayer):
 
 
 def written_behind(old: Tensor, new: Tensor, room: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The room, a larger one if need be, and what it holds now. `old` begins it, unless a selection of rows has since
-    made a copy of `old`."""
+    """Keys or values (B, heads, tokens, head dim) behind older ones. Returns the room, a larger one if need be, and a
+    view of what it holds now. `old` begins it, unless a selection of rows has since made a copy of `old`."""
     start = old.shape[-2]
     end = start + new.shape[-2]
     if room is None or room.data_ptr() != old.data_ptr() or end > room.shape[-2]:

@@ -28,7 +28,8 @@ from qlass.fast.token_tree import TokenTree, tree_inputs
 class PackedPairs:
     """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs through it.
 
-    20 bytes a token, beside the pairs themselves. last: each pair's last token. sizes: of the families, side by side.
+    Of P pairs in a tree of T tokens: weight (T,), weighted_q (T,), last (P,), the place of each pair's last token, and
+    sizes, how many pairs each family has, side by side. 20 bytes a token, beside the pairs themselves.
     """
 
     pairs: tuple[Any, ...]  # train_qnet.Pair
@@ -82,7 +83,8 @@ def pack(tree: TokenTree, group: Sequence[Family], loss_on: str) -> PackedPairs:
 
 
 def packed_loss(qnet: Any, packs: Sequence[PackedPairs], rank_weight: float = 0.0) -> Tensor:
-    """The sum of `family_loss` over all families of the packs, each unique token computed once."""
+    """The sum of `family_loss` over all families of the packs, (), each unique token computed once. A row of the batch
+    (B, T) is a pack, padded on the left."""
     inputs = tree_inputs(qnet.backbone, [p.tree for p in packs])
     weight = torch.zeros(inputs["input_ids"].shape)
     weighted_q = torch.zeros_like(weight)

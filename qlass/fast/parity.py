@@ -80,7 +80,7 @@ def tokens_of(model: Any) -> list[Tokens]:
 
 
 def outputs(model: Any, inputs: dict, columns: Tensor | None = None) -> Tensor:
-    """Logits or, of a model without a head, hidden states, of the columns asked for."""
+    """Logits (B, columns, V) or, of a model without a head, hidden states (B, columns, D), of the columns asked for."""
     if columns is not None and model.get_output_embeddings() is not None:
         return model(**inputs, logits_to_keep=columns).logits.float()
     out = model(**inputs)
