@@ -176,12 +176,16 @@ def player(env: Any, who: str, begin: Callable[[], Iterable]) -> Iterator:
     return iter(lambda: attempt(what, next, moves, end), end)
 
 
+def message(method: Callable, env: Any, observation: str) -> str:
+    return readable(method(env, observation))
+
+
 def plain(method: Callable, env: Any, *args: Any) -> Any:
     return method(env, *args)
 
 
-AROUND = {each.__name__: each for each in (reset, step, snapshot, restore, candidates, expert, oracle, rules)}
-OTHERS = ("message", "split_ids", "task_type", "subject", "block", "picture", "published_id", "in_own_words")
+AROUND = {each.__name__: each for each in (reset, step, snapshot, restore, message, candidates, expert, oracle, rules)}
+OTHERS = ("split_ids", "task_type", "subject", "block", "picture", "published_id", "in_own_words")
 AROUND |= dict.fromkeys(("canonical", "reward_if_cut", *OTHERS), plain)
 
 

@@ -305,8 +305,10 @@ def test_a_user_without_a_home_is_told_the_variable(tmp_path, monkeypatch):
 def test_half_a_surrogate_is_replaced_where_it_enters():
     change = reset_as(lambda self, text, info: (text + HALF, info | {"task": HALF + "\ude00 " + HALF}))
     change |= step_as(lambda self, action, text, *more: (HALF + text, *more))
+    change["message"] = lambda self, text: text + HALF
     env = type("Own", (Switches,), change)()
     text, info = env.reset()
+    assert env.message("On: none.") == "On: none.\ufffd"
     assert text.endswith("off.\ufffd") and info["task"] == "\N{GRINNING FACE} \ufffd"
     assert env.step("done")[0] == "\ufffdOn: none."
     envs.check(env)
