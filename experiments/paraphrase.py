@@ -18,8 +18,10 @@ from qlass import Refused, UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
 from qlass.messages import State
+from qlass.published import Demonstration
 from qlass.results import Step, environment_tokens
 from qlass.server import Server
+from qlass.tiny import sentence
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording
 
@@ -32,10 +34,22 @@ PROMPT = (
 
 
 def reword(state: State, wording: str) -> State:
-    """The state as it would be if its task had been worded like this: in the user's messages, not in the agent's."""
-    task = state.task.strip()
-    messages = ((role, text.replace(task, wording) if role == "user" else text) for role, text in state.messages)
-    return state if wording == state.task else State(tuple(messages), wording)
+    """The state as it would be if its task had been worded like this: in the user's messages, wherever they say it as
+    the first of them do, and not in the agent's. UserError if those do not say the task."""
+    if wording == state.task:
+        return state
+    users = [text for role, text in state.messages if role == "user"]
+    begin = users[: Demonstration(None, state).agreed + 1]  # the instruction and the first observation
+    said = list(filter(None, (sentence(state.task, text) for text in begin)))
+    if not said:
+        problem = "does not stand in the first messages, as a sentence of its own: leave --paraphrase out"
+        raise UserError(f"the task {state.task!r:.60} {problem}")
+    messages = []
+    for role, text in state.messages:
+        for pattern in said if role == "user" else ():
+            text = pattern.sub(lambda _: wording, text)
+        messages.append((role, text))
+    return State(tuple(messages), wording)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,24 @@ def mark(text: str, task: str) -> str:
     return _WORD.sub(with_mark, text)
 
 
+@functools.lru_cache(maxsize=4096)
+def sentence(task: str, first: str) -> re.Pattern | None:
+    """Finds the task's sentence in pages, where they say it as the text `first` does: behind the
+    same word and before the same sign, as a whole.
+
+    "red" is found in "Task: red." if `first` is "Task: red. All is off.", and not in "On: red." or
+    "Task: reddish.". None if `first` does not say the task, or if there is none.
+    """
+    words = re.escape(task.strip())
+    said = re.search(rf"(\S*\s*)(?<!\w){words}(?!\w)\s*(\S?)", first) if words else None
+    if said is None:
+        return None
+    before, after = map(re.escape, said.groups())
+    begin = rf"(?<={before})" if before else r"\A"
+    end = after or r"\Z"
+    return re.compile(rf"{begin}{words}(?!\w)(?=\s*{end})")
+
+
 class Aids:
     """Help for a model too small to compare texts and to remember; a rendering switches it on.
 
@@ -74,12 +92,15 @@ class Aids:
         if self.rendering.markov:
             role, _ = messages[-1]
             messages = messages[-2:] if role == "assistant" else messages[-1:]
+        _, first = messages[0]
+        again = sentence(task, first)
         shown: list[Message] = []
         pages = set()
         for role, content in messages:
             text = content
             if compact and shown and role == "user":
-                text = SAME_PAGE if content in pages else content.replace(task, "")
+                text = again.sub("", content) if again else content
+                text = SAME_PAGE if content in pages else text
                 pages.add(content)
             if shown or role == "assistant":
                 text = self.mark(text, task)

@@ -18,6 +18,7 @@ from qlass import UserError
 from qlass.batching import Models, Sample, drive
 from qlass.chat import Chat
 from qlass.messages import State, parse_action
+from qlass.tiny import sentence
 
 TRIED = 96  # tasks at most, in search of an episode with choices
 SEVERAL = 3  # steps with a choice
@@ -116,9 +117,10 @@ def search_for(tried: Sequence[dict], best: dict, split: str) -> str:
 def rows_of(env: Any, line: dict) -> Iterator[str]:
     """The task, and of each step what the agent read, its candidates with their scores, the one taken."""
     page = State.first(env, *env.reset(options={"task_id": line["task_id"]})).observation
+    again = sentence(line["task"], page)
     yield paint(line["task"] or "a new episode", "1;36")
     for number, step in enumerate(line["steps"], 1):
-        text = page.replace(line["task"] or "\n", "...")  # it stands above
+        text = again.sub("...", page) if again else page  # it stands above
         text = textwrap.shorten(text, 2 * WIDTH, placeholder=" ...")
         yield paint(f"step {number}", "1")
         yield textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")

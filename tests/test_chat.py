@@ -18,7 +18,7 @@ from qlass.files import warn_once
 from qlass.messages import State, parse_action, react, uniforms
 from qlass.policy import Policy
 from qlass.published import Demonstration, refuse_second_thoughts
-from qlass.tiny import MARK, mark
+from qlass.tiny import MARK, mark, sentence
 from train_qnet import Pair, QNet, scorer
 
 CHATML = TEMPLATES["chatml"][0]
@@ -170,12 +170,35 @@ def test_an_action_comes_back_from_its_tokens(chat, action, task):
 
 
 def test_the_compact_form_by_hand():
-    first = State((("user", "walk"), ("assistant", "OK"), ("user", "page one: red door")), "red door")
-    state = first.then("Action: go", "page: red door or hall").then("Action: go", "page: red door or hall")
+    first = State((("user", "walk"), ("assistant", "OK"), ("user", "page one: red door; none")), "red door")
+    state = first.then("Action: go", "page one: red door; or hall").then("Action: go", "page one: red door; or hall")
     first, _, second, _, third = (MARKING.tokenizer.decode(run) for run in MARKING.message_tokens(state))
-    assert "page one: red door<" in first  # no instruction, no OK
-    assert "page:  or hall" in second  # not the task again
+    assert "user\npage one: red door; none<" in first  # no instruction, no OK
+    assert "page one: ; or hall<" in second  # not the task again
     assert "(same page)" in third and "hall" not in third
+
+
+@pytest.mark.parametrize(
+    ("task", "first", "page", "left"),
+    [
+        ("red", "Task: red. All is off.", "On: red.", "On: red."),
+        ("red", "Task: red. All is off.", "Task: red.", "Task: ."),
+        ("red", "Task: red. All is off.", "Task: reddish. Task: red, blue.", "Task: reddish. Task: red, blue."),
+        (
+            "buy it",
+            "Shop [SEP] buy it [SEP] Search",
+            "[SEP] buy it [SEP] buy it now [SEP]",
+            "[SEP]  [SEP] buy it now [SEP]",
+        ),
+        ("a (b). ", "Room.\n\nYour task is to: a (b).", "Your task is to: a (b).", "Your task is to: "),
+        ("go", "go", "go", ""),
+        ("go", "where to?", "go", "go"),  # it is not said at first
+        ("", "Task: red.", "On: red.", "On: red."),
+    ],
+)
+def test_the_tasks_sentence_is_taken_out_where_a_page_says_it_as_at_first(task, first, page, left):
+    again = sentence(task, first)
+    assert (again.sub("", page) if again else page) == left
 
 
 def test_q_may_be_read_at_the_token_before_the_one_that_ends_an_action():

@@ -7,11 +7,12 @@ from fakes import FakeEnv, run, serving, word_chat
 
 import envs
 import q_search
-from experiments.paraphrase import by_server, prompt_tokens, under_wordings
+from experiments.paraphrase import by_server, prompt_tokens, reword, under_wordings
 from experiments.rewording import clauses, paraphrase, wordings
 from q_search import Method
 from qlass import UserError
 from qlass.batching import Candidate, Score
+from qlass.messages import State
 from qlass.results import costs_of
 
 TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"
@@ -98,6 +99,34 @@ def test_trials_continue_with_further_wordings_and_start_again_after_the_last():
     for trial, indices in enumerate([{0, 1}, {2, 0}, {1, 2}]):
         *_, drawn = guided(Method("qlass", "q", M=2), trial, 3)
         assert {r.state.task for step in drawn for r in step} == {paraphrase(TASK, k) for k in indices}
+
+
+TOLD = (("user", "Shop. To find a shoe is all."), ("assistant", "OK"), ("user", "Task: find a shoe. All off."))
+LATER = "Observation: to find a shoe. Task: find a shoe."
+
+
+@pytest.mark.parametrize(
+    ("messages", "task", "pages"),
+    [
+        (TOLD[2:], "find a shoe", ["Task: buy \\1. All off.", "Observation: to find a shoe. Task: buy \\1."]),
+        (TOLD, "find a shoe", ["Shop. To buy \\1 is all.", "Task: buy \\1. All off.",
+                               "Observation: to find a shoe. Task: buy \\1."]),
+        (TOLD, "red", None),  # the first messages do not say it
+        (TOLD, "hoe", None),
+        (TOLD, " ", None),
+        (TOLD, "", None),
+    ],
+)  # fmt: skip
+def test_the_task_is_worded_anew_where_it_is_said_or_refused(messages, task, pages):
+    state = State(messages, task).then("Action: find a shoe", LATER)
+    if pages is None:
+        with pytest.raises(UserError, match=f"the task '{task}' does not stand in the first messages"):
+            reword(state, "buy \\1")
+    else:
+        worded = reword(state, "buy \\1")
+        assert [text for role, text in worded.messages if role == "user"] == pages
+        assert worded.task == "buy \\1" and worded.messages[-2][1] == "Action: find a shoe"
+    assert reword(state, task) == state
 
 
 def test_a_servers_wording_is_one_line_and_the_task_itself_if_it_says_nothing():
