@@ -24,7 +24,7 @@ from qlass.config import Positive, Run, free, read, run_stage
 from qlass.messages import State, parse_action
 from qlass.models import load_chat
 from qlass.published import Demonstration
-from qlass.tiny import AIDS, tiny_model
+from qlass.tiny import AIDS, sentence, tiny_model
 from sft import NO_TARGET, examples_of
 
 WIDTH = 100  # columns
@@ -71,9 +71,10 @@ def task_of(demonstration: Demonstration, env: envs.TextEnv) -> str | None:
 
 def replay(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iterator[str]:
     """Each action, whether the environment knew it, and its answer, then the reward."""
-    if isinstance(env.max_steps, int):  # the agent's limit is no demonstration's
-        env.max_steps = max(env.max_steps, len(demonstration.actions))
     state = State.first(env, *env.reset(options={"task_id": task}))
+    again = sentence(state.task, state.observation)
+    if env.max_steps is not None:  # the agent's limit is no demonstration's
+        env.max_steps = max(env.step_limit(), len(demonstration.actions))
     recorded = demonstration.texts("user")[demonstration.agreed + 1 :]
     reward, done, differ = 0.0, False, 0
     for number, text in enumerate(demonstration.actions):
@@ -86,7 +87,7 @@ def replay(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iterat
         marks = [] if "Action:" in text else ['no "Action:", so all of the text is the action']
         marks += [] if env.known else ["the environment does not know it"]
         marks += [] if same else ["another answer than recorded"]
-        answer = state.observation.replace(state.task or "\n", "...")  # the task would hide the rest
+        answer = again.sub("...", state.observation) if again else state.observation  # the task would hide the rest
         yield f"  {number + 1:3} {textwrap.shorten(parse_action(text), WIDTH - 6, placeholder=' ...')}"
         yield f"      {textwrap.shorten(answer, WIDTH - 6, placeholder=' ...')}"
         yield from (f"      <- {mark}" for mark in marks)

@@ -6,8 +6,8 @@ import pytest
 from fakes import FakeEnv, dump
 
 from qlass import UserError
+from qlass.published import demonstrate
 from reporting import demonstration
-from sft import demonstrate
 
 GOOD = demonstrate(FakeEnv(), "train0")  # right, right, right
 ACT = json.loads(json.dumps(GOOD).replace("Action:", "Act:"))
