@@ -40,8 +40,8 @@ from qlass.agent import load_agent
 from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.config import Natural, Positive, Sampling, free, is_url, read, run_stage
+from qlass.leaks import check_qnet
 from qlass.messages import State, parse_action, uniforms
-from qlass.published import check_qnet
 from qlass.results import Episode, Step, costs_of, describe
 from qlass.runs import find_or_make
 from train_qnet import load_qnet

@@ -15,7 +15,7 @@ template, and writes free text, "Thought: ... Action: ...", as in the paper.
 from __future__ import annotations
 
 # First, since it says in one line which packages are missing.
-from qlass import UserError, files, models, processes, published, runs  # isort: skip
+from qlass import UserError, files, leaks, models, processes, published, runs  # isort: skip
 
 import dataclasses
 import math
@@ -281,7 +281,7 @@ def clone(config: Config, make_examples: Callable, loss_of: Callable) -> None:
             figures["epochs"], figures["batch"] = schedule(config, len(examples))
             figures["trajectories"] = len(expert)
             tasks = ((tau.task_id, tau.observation) for tau in expert)
-            figures |= published.learned_tasks(tasks, config.model, env)
+            figures |= leaks.learned_tasks(tasks, config.model, env)
             figures["fingerprint"] = foreign.fingerprint(model, chat)
             runs.write_meta(out, config, recipe, inputs, **figures)
             dtype = models.PRECISIONS[facts["precision"]]

@@ -15,8 +15,8 @@ from qlass.agent import settled
 from qlass.batching import Candidate, Models, drive
 from qlass.chat import Chat, Rendering
 from qlass.files import warn
+from qlass.leaks import leaks
 from qlass.messages import State
-from qlass.published import leaks
 from qlass.runs import AGAIN, Inputs, Output, meta_of, outdated, recipe_of
 
 # --------------------------------------------------------------------------- the outcome of a task

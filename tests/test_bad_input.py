@@ -11,19 +11,9 @@ from test_bellman import node
 import bellman
 from qlass import UserError, files
 from qlass.files import sha256
+from qlass.leaks import begin_of, begins_of, check_qnet, leaks, learned_tasks
 from qlass.pairs import read_pairs
-from qlass.published import (
-    Demonstration,
-    begin_of,
-    begins_of,
-    by_task,
-    check_qnet,
-    cloned_from,
-    demonstrations_for,
-    learned_tasks,
-    read,
-)
-from qlass.results import leaks
+from qlass.published import Demonstration, by_task, cloned_from, demonstrations_for, read
 from reporting.expected import read_ranges
 from reporting.results import lines_of
 
