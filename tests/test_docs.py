@@ -15,8 +15,10 @@ from test_originals import config
 from transformers import AutoModel, AutoTokenizer
 
 import bellman
+import build_trees
 import envs
 import q_search
+import sft
 from docs import build, rival
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
@@ -38,6 +40,17 @@ def test_the_page_and_its_pictures_are_what_the_code_and_the_lines_give():
     raw = {str(node["node_id"]): f"{round(node['q_raw'], 4):g}" for node in build.read("lake/q_labels.jsonl")}
     table = re.findall(r"^\| (\d+) \| .* \| (\S+) \| \S* ?\|$", page, re.M)
     assert len(table) == 9 and set(table) <= set(raw.items())
+
+
+def test_the_commands_of_the_page_grow_its_tree(tmp_path):
+    """A preset that changes may not change what they give."""
+    page = build.PAGE.read_text(encoding="utf-8")
+    (lake,) = re.findall(r'LAKE="(.*) --run runs/lake (.*)"', page)
+    for stage in (sft, build_trees):
+        (flags,) = re.findall(rf"python {stage.__name__}\.py \$LAKE (.*)", page)
+        stage.main([*" ".join(lake).split(), "--run", str(tmp_path), *flags.split()])
+    tree = [node for node in read_jsonl(tmp_path / "trees.jsonl") if node["task_id"] == "4x4/12"]
+    assert tree == build.read("lake/trees.jsonl")
 
 
 def test_the_rival_of_the_page_plays_and_has_a_row(agent, value_net, fake_world, tmp_path):
