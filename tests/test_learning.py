@@ -8,6 +8,7 @@ from experiments import eto, ppo, tree_grpo
 from experiments.learning import Learner
 from qlass import UserError, published
 from qlass.agent import load_policy
+from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl
 from qlass.foreign import FIXED
@@ -126,6 +127,8 @@ def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
     assert last["entropy"] > 0 and last["kl"] > 0  # words at random earn nothing: the bonus moves it
     saved = load_policy(tmp_path / "free" / "sft-x").model.state_dict()
     assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
+    kept = [Rendering.load(tmp_path / name / "sft-x").top_p for name in ("free", "likeliest")]
+    assert kept == [1.0, 0.01]  # the agent's own setting, whatever its trees were drawn by
 
 
 def test_a_group_of_one_is_refused(train):
