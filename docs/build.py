@@ -14,8 +14,7 @@ The purchase's are of `make demo`, of a task in which three steps have a choice:
     grep '"task_id": "3407"' runs/demo/results.jsonl | grep -E '"greedy"|"qlass", "M": 4' \
         >> docs/walkthrough/shop/results.jsonl
 
-The shop's others are of an earlier demo, a search on the last 420 training tasks, and the first loop for "2033",
-without `expert`:
+The shop's others are of a search on the last 420 training tasks, and of the first loop for "2033", without `expert`:
 
     python q_search.py --env webshop --run runs/demo --split train --skip 2670 --limit 0 --method greedy qlass -M 4 \
         --out runs/demo/results-train.jsonl
