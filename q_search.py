@@ -261,7 +261,7 @@ def load(
         named = Path(config.qnet) if config.qnet else None
         served = None
         if config.qnet and is_url(config.qnet):
-            from qlass import served_qnet
+            from qlass.optional import served_qnet
 
             served, named = served_qnet.load(config.qnet, config)
         qnet = inputs["qnet"] = find_or_make(named, "train_qnet", "qnet", config)

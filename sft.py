@@ -276,7 +276,7 @@ def clone(config: Config, make_examples: Callable, loss_of: Callable) -> None:
             return
         figures = train(model, examples, validation, config, out, facts["precision"], loss_of)
         if first:
-            from qlass import foreign
+            from qlass.optional import foreign
 
             figures["epochs"], figures["batch"] = schedule(config, len(examples))
             figures["trajectories"] = len(expert)

@@ -340,7 +340,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         figures = train(qnet, learned, held_out, config, out, facts["precision"])
         if first:
-            from qlass import foreign
+            from qlass.optional import foreign
 
             ranks = figures["curve"][figures["best_epoch"] - 1]["held_out"]
             figures["fingerprint"] = foreign.fingerprint(qnet.backbone, qnet.chat, qnet.score)

@@ -27,9 +27,9 @@ from qlass.chat import Chat, Rendering
 from qlass.config import Memory, Natural, Positive, Prompt, Real, free
 from qlass.fast.decode import FastPolicy
 from qlass.files import checkpoint_folder, draft_of, locked, write_jsonl
-from qlass.foreign import fingerprint
 from qlass.leaks import learned_tasks
 from qlass.messages import uniforms
+from qlass.optional.foreign import fingerprint
 
 WARMUP = 4  # updates
 PATIENCE = 8  # batches that spend nothing: all trees were read, or no two trajectories differ

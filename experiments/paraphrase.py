@@ -18,9 +18,9 @@ from qlass import Refused, UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
 from qlass.messages import State
+from qlass.optional.server import Server
 from qlass.published import Demonstration
 from qlass.results import Step, environment_tokens
-from qlass.server import Server
 from qlass.tiny import sentence
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording

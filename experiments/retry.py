@@ -21,7 +21,7 @@ from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.config import free, run_stage
 from qlass.messages import State
-from qlass.server import Server, or_refused
+from qlass.optional.server import Server, or_refused
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."
 PLANS = "\nYour plans after attempts at this task that failed:\n"

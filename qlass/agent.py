@@ -44,7 +44,7 @@ def load_agent(sft: Path, config: Sampling, env: Any = None) -> Any:
     if env:
         begin_as_cloned(env, options["rendering"], config)
     if config.server:
-        from qlass.served_policy import ServerPolicy
+        from qlass.optional.served_policy import ServerPolicy
 
         chat, fingerprint = load_chat(sft, options["rendering"]), meta_of(sft).get("fingerprint")
         return ServerPolicy(config.server, chat, config.seed, config.in_flight or 64, fingerprint)
@@ -68,7 +68,7 @@ def settled(config: Any) -> dict[str, Any]:
     for name in ("server", "qnet"):
         url = getattr(config, name, None)
         if url and (name == "server" or is_url(str(url))):
-            from qlass.server import Server
+            from qlass.optional.server import Server
 
             facts[f"{name}_model"] = Server(url, f"--{name}").model
     return facts

@@ -44,14 +44,24 @@ def begins_of(tasks: Iterable[tuple[str | None, str]], unique: bool = False) -> 
     tasks: (id, first observation). unique: whether each observation tells a task. Where it does
     not, two tasks without an id may be one or two, so nothing is known: an empty list.
     """
-    groups: dict[str, set] = {}
+    members: dict[str, set] = {}  # the tasks that begin so
     nameless = False
     for number, (task_id, observation) in enumerate(tasks):
-        nameless = nameless or task_id is None
-        members = groups.setdefault(begin_of(observation), set())
-        members.add(number if task_id is None else task_id)
-    telling = [begin for begin, members in groups.items() if unique or len(members) == 1]
-    return [] if nameless and len(telling) < len(groups) else sorted(telling)
+        begin = begin_of(observation)
+        members.setdefault(begin, set())
+        if task_id is None:
+            nameless = True
+            members[begin].add(number)
+        else:
+            members[begin].add(task_id)
+
+    telling = []
+    for begin, ids in members.items():
+        if unique or len(ids) == 1:
+            telling.append(begin)
+    if nameless and len(telling) < len(members):
+        return []
+    return sorted(telling)
 
 
 def learned_tasks(
@@ -63,17 +73,25 @@ def learned_tasks(
     tasks: (id, first observation; None: the id is this environment's own, and enough). base: a
     checkpoint, or a published model, which has learned from none.
     """
-    tasks = list(tasks)
+    ids: set[str | None] = set()
+    pages = []
+    for task_id, page in tasks:
+        ids.add(task_id)
+        if page is not None:
+            pages.append((task_id, page))
+    begins = set(begins_of(pages, env.unique_tasks))
+
     meta = meta_of(Path(base).absolute())
-    ids = {task_id for task_id, _ in tasks}
-    pages = ((task_id, page) for task_id, page in tasks if page is not None)
-    begins = {*begins_of(pages, env.unique_tasks)}
     if meta["recipe"].get("env") == env.settings["env"]:  # else its ids mean other tasks
         before = meta.get("tasks") if of_same_world(meta["recipe"], env) else None
         ids.update(before or [None])
-        begins = begins | {*meta["begins"]} if meta.get("begins") else set()
-    named = sorted(task_id for task_id in ids if task_id is not None)
-    return {"tasks": named if len(named) == len(ids) else None, "begins": sorted(begins)}
+        if meta.get("begins"):
+            begins.update(meta["begins"])
+        else:
+            begins = set()
+    if None in ids:
+        return {"tasks": None, "begins": sorted(begins)}
+    return {"tasks": sorted(map(str, ids)), "begins": sorted(begins)}
 
 
 def leaks(env: Any, records: list[dict], sft: Path, qnet: Path | None) -> dict[str, int | None]:

@@ -68,11 +68,11 @@ def load_checkpoint(
         refuse_qnet(path)
     adapters = [file.parent for file in Path(path).glob("*/**/adapter_config.json")]
     if adapters and not is_adapter(path):
-        from qlass import lora
+        from qlass.optional import lora
 
         lora.refuse_unmerged(path, adapters)
     if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
-        from qlass import foreign
+        from qlass.optional import foreign
 
         foreign.refuse_other_forms(Path(path))
     place, precision = device_and_precision(device, precision)
@@ -80,18 +80,18 @@ def load_checkpoint(
     # A number, as Accelerate compares it with that of weights in few bits.
     options["device_map"] = {"": place.index if place.type == "cuda" else place}
     if load_in:
-        from qlass import lora
+        from qlass.optional import lora
 
         options["quantization_config"] = lora.few_bits(load_in)
     chat = load_chat(path, rendering or Rendering.load(path))
     with one_line(path):
         model = load_weights(path, kind, options).eval()
         if max(chat.tokenizer.get_vocab().values()) >= model.get_input_embeddings().num_embeddings:
-            from qlass import foreign
+            from qlass.optional import foreign
 
             foreign.refuse_unknown_tokens(path, model, chat)
         if plain:
-            from qlass import foreign
+            from qlass.optional import foreign
 
             foreign.check_cache(model, str(path))
         else:
@@ -105,7 +105,7 @@ def source(path: str | Path) -> dict[str, Any]:
     """from_pretrained's arguments for a folder, a hub name, or a GGUF file."""
     options: dict[str, Any] = {"trust_remote_code": False}  # a stranger's code does not run
     if Path(path).suffix == ".gguf":
-        from qlass import foreign
+        from qlass.optional import foreign
 
         return options | foreign.source_of_gguf(Path(path))
     return options | {"pretrained_model_name_or_path": str(path)}
@@ -119,7 +119,7 @@ def is_adapter(path: str | Path) -> bool:
 def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
     """A model with the weights in `path`, all of them and no others; options of from_pretrained."""
     if is_adapter(path):
-        from qlass import lora
+        from qlass.optional import lora
 
         base = load_weights(lora.base_of(path), AutoModelForCausalLM, options)
         model = lora.with_adapter(base, path)
@@ -131,7 +131,7 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
     place = source(path)
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **options}
     if "gguf_file" in place:
-        from qlass import foreign
+        from qlass.optional import foreign
 
         model, report = foreign.load_gguf(place, kind, options)
     else:
@@ -145,7 +145,7 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
             if hasattr(config, name):
                 setattr(config, name, value)
     if getattr(model, "is_quantized", False):
-        from qlass import lora
+        from qlass.optional import lora
 
         lora.let_gradients_through(model)
     return model
@@ -156,7 +156,7 @@ def refuse_other_weights(path: str | Path, model: Any, report: dict[str, Any]) -
     wrong = [f"no weights for {key}" for key in report["missing_keys"]]  # drawn at random
     wrong += [f"{key} has another size in config.json" for key, *_ in report["mismatched_keys"]]
     if report["unexpected_keys"]:
-        from qlass import foreign
+        from qlass.optional import foreign
 
         unread = foreign.unread_weights(model, report["unexpected_keys"])
         wrong += [f"config.json has no place for {key}" for key in unread]
@@ -173,7 +173,7 @@ def load_chat(path: str | Path, rendering: Rendering, tokenizer_at: Any = None) 
     """A checkpoint's Chat without its weights, which a server may hold. tokenizer_at: where its
     tokenizer is, if it is elsewhere."""
     if is_adapter(path):
-        from qlass import lora
+        from qlass.optional import lora
 
         own = utils.hub.has_file(str(path), "tokenizer_config.json")
         return load_chat(lora.base_of(path), rendering, path if own else None)
@@ -182,7 +182,7 @@ def load_chat(path: str | Path, rendering: Rendering, tokenizer_at: Any = None) 
         config = hf.AutoConfig.from_pretrained(**source(path))
         tokenizer = hf.AutoTokenizer.from_pretrained(**source(tokenizer_at), config=config)
         if not tokenizer.chat_template:
-            from qlass import foreign
+            from qlass.optional import foreign
 
             tokenizer.chat_template = foreign.template_of_processor(tokenizer_at)
         generation = hf.GenerationConfig.from_model_config(config)
@@ -221,7 +221,7 @@ def prepare_training(
         raise UserError(f"{model.name_or_path}: saved in few bits, which training loses; {advice}")
     adapter = None
     if rank:
-        from qlass import lora
+        from qlass.optional import lora
 
         adapter = lora.attach(model, rank, alpha)
     if checkpointing:
@@ -249,7 +249,7 @@ def full_weights(model: Any, folder: Path, adapter: Any = None, dtype: Any = Non
     """A model as it is saved: all bits of the weights, with LoRA's updates, which are also kept in
     folder/adapter, in `dtype`. adapter: PEFT's view of the model, None without updates."""
     if adapter:
-        from qlass import lora
+        from qlass.optional import lora
 
         lora.save_updates(adapter, folder / "adapter")
         if getattr(model, "is_quantized", False):  # a merge into few bits would round anew
@@ -279,7 +279,7 @@ def save_checkpoint(
 
 def read_back(draft: Path, model: Any) -> None:
     """UserError if a checkpoint can't be loaded, before it takes the place of an older one."""
-    from qlass import foreign
+    from qlass.optional import foreign
 
     foreign.write_old_names(draft)
     load_weights(draft, type(model), {"device_map": "meta"})

@@ -10,8 +10,8 @@ from integrations import chat_agent
 from qlass import UserError
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
+from qlass.optional.server import HELLO
 from qlass.runs import meta_of
-from qlass.server import HELLO
 
 
 class World(FakeEnv):

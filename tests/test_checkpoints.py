@@ -25,11 +25,12 @@ from torch import nn
 import q_search
 import sft
 import train_qnet
-from qlass import UserError, lora, models
+from qlass import UserError, models
 from qlass.agent import load_policy
 from qlass.chat import Rendering
 from qlass.files import warn_once
 from qlass.messages import State
+from qlass.optional import lora
 from train_qnet import QNet
 
 CHAT = word_chat()
@@ -87,7 +88,8 @@ def test_a_plain_model_opens_neither_lora_nor_the_fast_engine_nor_a_server(agent
     )
     command = [sys.executable, "-c", f"{code}; print(*sys.modules)", str(agent)]
     opened = subprocess.check_output(command, cwd=Path(models.__file__).parents[1], text=True).split()
-    assert "qlass.models" in opened and {"qlass.lora", "qlass.fast", "qlass.server", "peft"}.isdisjoint(opened)
+    assert "qlass.models" in opened
+    assert {"qlass.optional.lora", "qlass.optional.server", "qlass.fast", "peft"}.isdisjoint(opened)
 
 
 def cut(file: Path, keep: int) -> None:

@@ -11,7 +11,7 @@ from qlass.agent import load_policy
 from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl
-from qlass.foreign import FIXED
+from qlass.optional.foreign import FIXED
 from qlass.runs import meta_of
 
 GROUPS = ["--batch-tasks", "8", "--minibatch", "4", "--every", "2"]

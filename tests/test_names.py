@@ -25,8 +25,10 @@ OTHERS += " reporting/page.html runs/*.sh runs/paper/* runs/reference_output/*.m
 # Of other programs and of runs/*.sh; files of ETO and of a run.
 FLAGS = "abbrev always block-size check cov die-on-broken-pipe dirty dist dtype exclude fix"
 FLAGS += " gpu-memory-utilization hf-overrides host port line-length local-dir logdir max-num-batched-tokens"
-FLAGS += " maxprocesses merge no-deps no-enable-chunked-prefill nproc-per-node num_processes seeds"
+FLAGS += " maxprocesses merge no-deps no-enable-chunked-prefill nproc-per-node num_processes safe_serialization seeds"
+FLAGS += " nnodes node-rank master-addr master-port head num-cpus"
 ELSEWHERE = r"venv|pytest|.*_inst\.txt|.*(report|downstream|gpu_check)\.md|.*\.meta"
+ELSEWHERE += r"|vocab\.txt|merges\.txt|zero_to_fp32\.py|RUN/tree_TASK\.svg"
 
 
 @cache
@@ -46,7 +48,7 @@ def flags() -> dict[str, set[str]]:
             contextlib.suppress(SystemExit),
         ):
             runpy.run_path(str(path), run_name="__main__")
-    for path in [*PROGRAMS, ROOT / "reporting/__main__.py", ROOT / "environments/check.py"]:
+    for path in [*PROGRAMS, *ROOT.glob("reporting/*.py"), ROOT / "environments/check.py"]:
         with contextlib.suppress(ImportError):
             module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
             hints = typing.get_type_hints(module.Config) if hasattr(module, "Config") else {}

@@ -10,8 +10,8 @@ from qlass.agent import load_policy
 from qlass.batching import Sample
 from qlass.fast import cache, parity
 from qlass.fast.token_tree import windows_of
-from qlass.foreign import check_cache
 from qlass.messages import State
+from qlass.optional.foreign import check_cache
 
 SMALL = {  # what makes a config small, where it has such a field
     "vocab_size": 200, "hidden_size": 64, "n_embd": 64, "intermediate_size": 64, "ffn_dim": 64, "num_hidden_layers": 4,

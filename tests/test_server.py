@@ -27,14 +27,14 @@ from qlass.batching import LogProb, Sample, Score, refusal_in
 from qlass.chat import Chat, Rendering
 from qlass.config import is_url
 from qlass.files import read_jsonl, sha256
-from qlass.foreign import fingerprint
 from qlass.messages import State
 from qlass.models import save_checkpoint
+from qlass.optional.foreign import fingerprint
+from qlass.optional.served_policy import ALL, OPTIONAL, ChatPolicy, ServerPolicy
+from qlass.optional.served_qnet import ServedQNet
+from qlass.optional.server import HELLO, TRIES, Server
 from qlass.policy import Policy
 from qlass.runs import meta_of, meta_path
-from qlass.served_policy import ALL, OPTIONAL, ChatPolicy, ServerPolicy
-from qlass.served_qnet import ServedQNet
-from qlass.server import HELLO, TRIES, Server
 from train_qnet import QNet
 
 CHAT = word_chat(temperature=0.8)

@@ -18,8 +18,8 @@ from qlass.agent import begin_as_cloned, load_policy
 from qlass.chat import Rendering
 from qlass.config import Run
 from qlass.files import read_jsonl
-from qlass.foreign import FIXED
 from qlass.messages import State
+from qlass.optional.foreign import FIXED
 from qlass.policy import Policy
 from qlass.published import Demonstration, first_messages, read
 from qlass.tiny import AIDS, MARK

@@ -16,8 +16,8 @@ from qlass.agent import load_policy
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
 from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.foreign import FIXED
 from qlass.messages import State
+from qlass.optional.foreign import FIXED
 from qlass.pairs import Pair, families, hold_out, pairs_of, sibling_accuracy
 from qlass.runs import meta_of
 from train_qnet import QNet, family_loss

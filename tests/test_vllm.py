@@ -9,8 +9,8 @@ from transformers import AutoModel, GemmaConfig, HeliumConfig, LlamaConfig, Mist
 
 from qlass.batching import Score
 from qlass.messages import State
-from qlass.served_qnet import ServedQNet
-from qlass.server import Server
+from qlass.optional.served_qnet import ServedQNet
+from qlass.optional.server import Server
 from train_qnet import QNet
 
 VLLM = shutil.which("vllm")

@@ -27,9 +27,9 @@ from qlass.chat import Rendering
 from qlass.config import Positive, Sampling, is_url
 from qlass.files import read_trees
 from qlass.messages import State, parse_action, react, uniforms, without_thinking
+from qlass.optional.served_policy import ChatPolicy
 from qlass.pairs import pairs_of
 from qlass.policy import Policy
-from qlass.served_policy import ChatPolicy
 from qlass.tiny import task_words
 from train_qnet import load_qnet
 

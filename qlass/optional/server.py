@@ -1,7 +1,7 @@
 """An OpenAI-compatible server, such as vLLM or SGLang: how it is asked, and what of its replies
 counts. No number may come from a reply that was cut, given up, or written by another model.
 
-What it is asked stands in qlass/served_policy.py and qlass/served_qnet.py.
+What it is asked stands in qlass/optional/served_policy.py and qlass/optional/served_qnet.py.
 """
 
 import math

@@ -10,9 +10,9 @@ from qlass import Refused, UserError
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat, any_of
 from qlass.files import warn
-from qlass.foreign import FIXED, fits
 from qlass.messages import State, uniforms
-from qlass.server import HELLO, Reply, Server, side_by_side
+from qlass.optional.foreign import FIXED, fits
+from qlass.optional.server import HELLO, Reply, Server, side_by_side
 
 ALL = 1 << 30  # top-k of all tokens: 0 for some servers, -1 for others, a large number for each
 NEUTRAL = {"repeat_penalty": 1, "repetition_penalty": 1, "min_p": 0}  # defaults of most servers

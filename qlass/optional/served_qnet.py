@@ -10,10 +10,10 @@ import numpy as np
 from qlass import UserError
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
-from qlass.foreign import FIXED, fits
 from qlass.models import load_chat
+from qlass.optional.foreign import FIXED, fits
+from qlass.optional.server import Server, side_by_side, usage_of
 from qlass.runs import meta_of
-from qlass.server import Server, side_by_side, usage_of
 
 ALIKE = 0.02  # how far a value may be off: bf16 and float32 differ by .006
 

@@ -1,0 +1,1 @@
+"""What a flag or a file opens: LoRA, few bits, adapters, GGUF, other checkpoints, servers."""
