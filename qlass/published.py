@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from environments import WHERE
 from environments.rules import splits_of
 from qlass import UserError
 from qlass.files import records_of, warn, warn_once
@@ -86,6 +87,8 @@ def collect(env: Any, path: Path, config: Any) -> None:
 
 def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     """The first `most` demonstrations of a file. UserError names FILE:LINE of a bad one."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file {WHERE}")
     expert = []
     for where, record in itertools.islice(records_of(path), most):
         try:

@@ -250,6 +250,8 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
 
 
 def test_demonstrations_that_are_gone_are_told(tmp_path, capsys):
+    with pytest.raises(UserError, match=r"webshop_sft\.json: no such file \(docs/paper\.md, section Data"):
+        read(tmp_path / "webshop_sft.json", FakeEnv())
     sft = checkpoint(tmp_path / "sft", expert="expert.jsonl")
     assert demonstrations_for(None, ["7"], None, sft) == (None, {})
     assert "not at hand, so the environment's expert plays" in capsys.readouterr().err
