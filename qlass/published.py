@@ -109,8 +109,8 @@ def tell_strangers(ids: Iterable[str | None], env: Any, source: str) -> None:
     """Warn of tasks that no split has: under their ids nothing is found again."""
     known = set().union(*splits_of(env).values())
     if strangers := sorted(task_id for task_id in {*ids} - known if task_id is not None):
-        facts = f"{source} has {len(strangers)} tasks that no split of {env.name} has"
-        warn(f"{facts}, e.g. {strangers[0]!r}")
+        number = f"{len(strangers)}, e.g. {strangers[0]!r}"
+        warn(f"{source} has task ids that no split of {env.name} has ({number})")
 
 
 def demonstration(record: dict, env: Any) -> Demonstration:
