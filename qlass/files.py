@@ -78,15 +78,19 @@ def an_object(record: Any, where: str) -> dict:
     return record
 
 
+def check_reward(record: dict, name: str, where: str) -> None:
+    """UserError for a reward that is no number from 0 to 1. There may be none."""
+    number = record.get(name)
+    if number is not None and not (type(number) in (int, float) and 0 <= number <= 1):
+        rule = "a number from 0 to 1 is expected, and 1 is success"
+        raise UserError(f"{where}: {name} can't be {number!r:.40}: {rule}")
+
+
 def a_record(value: Any, where: str) -> dict:
     """A line of a file, whoever wrote it: an object, whose reward is a number from 0 to 1, and
     whose task_id is a text or a whole number, which becomes its text. UserError for others."""
     record = an_object(value, where)
-    for name in ("reward", "cut"):
-        number = record.get(name)
-        if number is not None and not (type(number) in (int, float) and 0 <= number <= 1):
-            rule = "a number from 0 to 1 is expected, and 1 is success"
-            raise UserError(f"{where}: {name} can't be {number!r:.40}: {rule}")
+    check_reward(record, "reward", where)
     task_id = record.get("task_id")
     if type(task_id) is int:
         record["task_id"] = str(task_id)
@@ -140,6 +144,7 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
             fields = {*NODE, *required} - ({"messages"} if tree else set())
             if missing := sorted(fields - node.keys()):
                 raise UserError(f"{where}: no {missing[0]}; is this a file of trees?")
+            check_reward(node, "cut", where)
             for name in {"reward", "q", "q_raw"} & node.keys():
                 if not isinstance(node[name], int | float):
                     raise UserError(f"{where}: {name} can't be {node[name]!r:.40}")

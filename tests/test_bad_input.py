@@ -57,7 +57,6 @@ BAD = {
             (dump([{"reward": reward}]), f":1: reward can't be {reward!r}: a num")
             for reward in (50, 1.01, -1, True, "1")
         ),
-        (dump([{"reward": 0, "cut": 25.0}]), ":1: cut can't be 25.0"),
         *((dump([{"task_id": name}]), f":1: task_id can't be {name!r}: a text") for name in (2882.0, True, ["a"])),
     ],
     "trees.jsonl": [
@@ -66,6 +65,7 @@ BAD = {
         (tree(ROOT, LEAF) * 2, ":3: node 0 is before its parent, or twice"),
         (tree(ROOT, LEAF | {"reward": 50}), ":2: reward can't be 50"),
         (tree(ROOT, LEAF | {"reward": None}), ":2: reward can't be None"),
+        (tree(ROOT, LEAF | {"cut": 25.0}), ":2: cut can't be 25.0"),
     ],
     "q_labels.jsonl": [
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q"),
