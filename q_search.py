@@ -65,7 +65,7 @@ class Config(Sampling):
     stage: ClassVar[str] = "q_search"
     plays_elsewhere: ClassVar[bool] = True
 
-    method: tuple[Name, ...] = free(("qlass",))  # one or more of the table above
+    method: tuple[Name, ...] = free(("qlass",))  # one or more
     M: Annotated[tuple[Positive, ...], arg(aliases=["-M"])] = free((2,))  # candidates per step
     N: Annotated[tuple[Positive, ...], arg(aliases=["-N"])] = free(())  # episodes (1; best_of_n: 4)
     select: Literal["q", "oracle"] = free("q")  # which of N episodes counts
