@@ -53,7 +53,10 @@ class Policy:
 
         answers = []
         for request in requests:
-            drawn = self.choose(request, next(logprobs)) if request.valid else next(texts)
+            if request.valid:
+                drawn = self.choose(request, next(logprobs))
+            else:
+                drawn = next(texts)
             self.check([candidate.logprob for candidate in drawn])
             answers.append(drawn)
         return answers
@@ -62,7 +65,10 @@ class Policy:
 
     def texts(self, requests: list[Sample]) -> list[list[Candidate]]:
         """n candidates in free text for each request."""
-        return [[self.text(r, k) for k in range(r.n)] for r in requests]
+        answers = []
+        for request in requests:
+            answers.append([self.text(request, k) for k in range(request.n)])
+        return answers
 
     @torch.inference_mode()
     def text(self, request: Sample, k: int) -> Candidate:
@@ -76,7 +82,8 @@ class Policy:
         past = None
         for u in torch.from_numpy(noise).to(device).split(1):
             unread = ids[-1:] if past else ids
-            logits, past = next_logits(self.model, unread, past, len(ids) - len(unread))
+            start = len(ids) - len(unread)
+            logits, past = next_logits(self.model, unread, past, start)
             self.computed += len(unread)
             token, logp = self.draw(logits, temperature, u)
             written.append(int(token))
@@ -105,8 +112,9 @@ class Policy:
         drawn = drawn.clamp(max=p.shape[-1] - 1)  # where rounding leads behind the last token
 
         likeliest = logits.argmax(-1, keepdim=True)
-        tokens = torch.where(greedy, likeliest, drawn)
-        return tokens[:, 0], logp.gather(-1, tokens)[:, 0].double()
+        tokens = torch.where(greedy, likeliest, drawn)  # (B, 1)
+        logp_of_tokens = logp.gather(-1, tokens)
+        return tokens[:, 0], logp_of_tokens[:, 0].double()
 
     def ended(self, written: list[int]) -> bool:
         """Whether the turn ends here: by a token that ends it, or by one of the stop texts."""
