@@ -12,7 +12,7 @@ of a tree are equal, q is 0.
 
 from __future__ import annotations
 
-# First, since it says in one line which packages are missing.
+# qlass comes first: it says in one line which packages are missing.
 from qlass import UserError  # isort: skip
 
 import dataclasses

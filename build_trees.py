@@ -23,7 +23,7 @@ Where the paper leaves a choice:
 
 from __future__ import annotations
 
-# First, since it says in one line which packages are missing.
+# qlass comes first: it says in one line which packages are missing.
 from qlass import Refused, published  # isort: skip
 
 import math
@@ -56,8 +56,8 @@ class Config(Sampling):
     out: Path | None = free(None)  # RUN/trees.jsonl
     depth: Natural | None = None  # D (3 WebShop, 6 ScienceWorld, 8 ALFWorld)
     width: Positive = 3  # W
-    tasks: Literal["cloned", "new"] = "cloned"  # those of the agent's demonstrations, or others
-    rollouts: Natural = 64  # at most, per tree (0: any)
+    tasks: Literal["cloned", "new"] = "cloned"  # those that the agent was cloned from, or others
+    rollouts: Natural = 64  # at most, per tree (0: no bound)
     steps: Positive | None = None  # step limit of the agent (the environment's)
     limit: Natural = free(0)  # number of tasks (0: all)
     expert: Path | None = free(None)  # demonstrations (those that the agent was cloned from)
@@ -132,10 +132,10 @@ class Explorer:
             before_expert = self.max_rollouts / 2
             yield from self.process_queue(queue, before_expert)  # lines 4-10
             tau = demonstrations.get(self.task_id)
-            branch = self.replay(root, tau.actions if tau else None)  # line 11
+            branch = self.add_demonstration(root, tau.actions if tau else None)  # line 11
             # In front of the queue: at its end, the bound would never let them come up.
             queue.extendleft(reversed(branch))  # line 12
-            with_expert = self.max_rollouts + 1  # whose branch is no rollout
+            with_expert = self.max_rollouts + 1  # the demonstration is a branch, and no rollout
             yield from self.process_queue(queue, with_expert)  # line 13
         self.env.close()
         return root
@@ -172,7 +172,7 @@ class Explorer:
         branch = [node]
         draws = 1 + EXTRA_DRAWS
         while not node.done and node.depth < self.max_steps:
-            self.env.restore(node.snapshot)  # an old child was entered without a step
+            self.env.restore(node.snapshot)  # step() may have returned an old child
             noise = (self.task_id, self.branches, node.depth)
             candidates = yield ask(self.env, node.state, draws, noise, self.rendering)
             actions = [candidate.text for candidate in candidates]
@@ -182,7 +182,7 @@ class Explorer:
             draws = 1
         return branch
 
-    def replay(self, root: Node, actions: Sequence[str] | None) -> list[Node]:
+    def add_demonstration(self, root: Node, actions: Sequence[str] | None) -> list[Node]:
         """tau_0, merged into the tree at its root. None: the environment's expert plays.
 
         It may be longer than the agent's episodes: an end that only their limit made is taken back.
@@ -190,15 +190,18 @@ class Explorer:
         self.branches += 1
         node = root
         branch = [root]
-        snapshot = root.snapshot
+        snapshot = root.snapshot  # of the demonstration at `node`, which no limit has ended
         moves = replay(self.env, self.task_id, actions)
         next(moves)  # the root
         for action, state, reward, done in moves:
-            if node.done:
-                node.cut, node.reward = node.reward, 0.0
-                node.done, node.snapshot = False, snapshot
+            if node.done:  # the agent came here too, and its limit ended the episode
+                node.cut = node.reward
+                node.reward = 0.0
+                node.done = False
+                node.snapshot = snapshot
             snapshot = self.env.snapshot()
             if self.key(action) not in node.children:
+                # In the words of the tree, where an older node may have another thought.
                 after = node.state.then(action, state.observation)
                 self.add(node, action, after, reward, done, "expert")
             node = node.children[self.key(action)]
@@ -276,7 +279,9 @@ def grow(
     task_id: str,
 ) -> Generator[Sample, list[Candidate], list[dict]]:
     """The lines of a task's tree."""
-    limits = config.steps or env.tree_steps, env.max_steps  # which may be None, or a task's ("eto")
+    limits = [config.steps or env.tree_steps]
+    if isinstance(env.max_steps, int):  # else there is none, or each task has its own ("eto")
+        limits.append(env.max_steps)
     explorer = Explorer(
         env.fork(),
         task_id,
@@ -284,13 +289,14 @@ def grow(
         max_depth=depth,
         width=config.width,
         max_rollouts=config.rollouts or math.inf,
-        max_steps=min(limit for limit in limits if isinstance(limit, int)),
+        max_steps=min(limits),
         prune=config.prune,
     )
     try:
         root = yield from explorer.explore(demonstrations)
     except Refused as error:  # the tree is its root, which says why
         records = tree_records(env, task_id, explorer.root())
+        explorer.env.close()
         return [records[0] | {"refused": str(error)}]
     return tree_records(env, task_id, root)
 

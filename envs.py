@@ -21,6 +21,7 @@ and what the engine itself reports (`clickables`, `admissible_commands`, `won`, 
 from __future__ import annotations
 
 import copy
+import difflib
 import importlib
 import os
 import sys
@@ -187,6 +188,9 @@ def environment_class(name: str) -> type[TextEnv]:
     try:
         environment = getattr(importlib.import_module(module), kind)
     except (ImportError, AttributeError, ValueError) as error:
+        near = difflib.get_close_matches(name, ENVIRONMENTS, 1)
+        if near and name not in ENVIRONMENTS:
+            raise UserError(f"--env {name}: perhaps you meant {near[0]}") from None
         choice = f"there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
         hidden = "is a folder of yours named as one of ours?"
         raise UserError(f"--env {name}: {error}; {choice} ({hidden})") from None

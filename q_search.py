@@ -23,7 +23,7 @@ Nothing else here sees the reward. `python -m experiments.compare` plays all met
 
 from __future__ import annotations
 
-# First, since it says in one line which packages are missing.
+# qlass comes first: it says in one line which packages are missing.
 from qlass import results  # isort: skip
 
 import dataclasses
@@ -75,7 +75,7 @@ class Config(Sampling):
     limit: Natural = free(0)  # number of tasks (0: all)
     skip: Natural = free(0)  # leave out the first tasks
     sft: Path | None = free(None)  # the agent's checkpoint (RUN/sft, made if missing)
-    qnet: str | None = free(None)  # or URL[#MODEL] of a server (RUN/qnet, made if missing)
+    qnet: str | None = free(None)  # folder, or URL[#MODEL] of a server (RUN/qnet, made if missing)
     out: Path = free(Path("RUN/results.jsonl"))  # its lines are not played again
     label: str | None = None  # a variant's name, kept in each line
     max_steps: Positive | None = None  # the environment's
@@ -109,7 +109,7 @@ class Method:
         episodes = []
         for trial in range(self.N):  # lines 1-2
             episodes.append((yield from self.shared_episode(env, task_id, trial, chat, played)))
-        best = yield from select(episodes, self.select)  # line 11
+        best = yield from choose_episode(episodes, self.select)  # line 11
         return self.outcome(chat, best, episodes)
 
     def shared_episode(
@@ -222,11 +222,12 @@ def distinct_actions(env: envs.TextEnv, actions: Iterable[str]) -> list[str]:
     return list(first.values())
 
 
-def select(episodes: list[Episode], by: str | None) -> Generator[Any, Any, Episode]:
+def choose_episode(episodes: list[Episode], by: str | None) -> Generator[Any, Any, Episode]:
     """The episode that counts (line 11)."""
     values = [0.0] * len(episodes)
     if by == "q":  # the last action's Q speaks for the episode
-        values = yield [Score(steps[-1].state, (steps[-1].action,)) for steps in episodes]
+        scores = yield [Score(steps[-1].state, (steps[-1].action,)) for steps in episodes]
+        values = [q for (q,) in scores]
     elif by == "oracle":
         values = [steps[-1].reward for steps in episodes]
     return episodes[values.index(max(values))]

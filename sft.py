@@ -14,7 +14,7 @@ template, and writes free text, "Thought: ... Action: ...", as in the paper.
 
 from __future__ import annotations
 
-# First, since it says in one line which packages are missing.
+# qlass comes first: it says in one line which packages are missing.
 from qlass import UserError, files, leaks, models, processes, published, runs  # isort: skip
 
 import dataclasses
@@ -115,8 +115,9 @@ def examples_of(chat: Chat, expert: list[Demonstration], limit: int) -> Iterator
 def sft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
     """Eq. (5): -sum_t log pi(a_t | s_t) in nats, of each token given what stands before it; ().
 
-    The output layer is wide, and most tokens are only read: of the T - 1 positions the K that
-    predict in any row are computed.
+    The output layer is wide, and most tokens are only read. So logits are computed at K of the
+    T - 1 positions: those at which some row predicts a token that the agent wrote. Rows are padded
+    on the right, where a causal model needs no mask.
     """
     device = model.device
     ids = pad_sequence([torch.tensor(e.ids) for e in examples], batch_first=True)  # (B, T)
@@ -159,8 +160,8 @@ def train(
                 loss += part.item()
             loss = processes.summed(model, loss)
             clip(model, loss, log.step, config.lr)
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = config.lr * cosine(log.step, log.steps)
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = config.lr * cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss, tokens=sum(map(len, batch)))

@@ -8,7 +8,7 @@
 QNet is the agent's own language model with a value head. It is regressed at *every* token of
 (s, a) onto that pair's Q-value (the tiny model's only at the last one: docs/differences.md).
 
-The readable form of the loss is `family_loss`; --plain trains with it, state by state. By default
+The readable form of the loss is `family_loss`; --plain trains with it, pair by pair. By default
 the pairs of a tree, which begin alike, are packed so that each token goes through the backbone
 once, at a fraction of the cost and with the same loss (qlass/fast/packing.py).
 
@@ -18,7 +18,7 @@ search compares nothing else. --rank-weight adds a loss on their differences.
 
 from __future__ import annotations
 
-# First, since it says in one line which packages are missing.
+# qlass comes first: it says in one line which packages are missing.
 from qlass import UserError, agent, files, models, processes, runs  # isort: skip
 
 import itertools
@@ -54,10 +54,10 @@ class Config(Training, Prompt):
     out: Path | None = free(None)  # RUN/qnet
     epochs: Positive = 2  # at most
     loss_on: Literal["all", "last"] = "all"  # tokens of (s, a) that carry the loss (Eq. 11: all)
-    rank_weight: Real = 0.0  # so much more loss on the differences of siblings (0: the paper)
+    rank_weight: Real = 0.0  # of a loss on siblings' differences (0: none, as in the paper)
     head_lr: Real | None = None  # learning rate of the value head (--lr)
     freeze: bool = False  # train the head alone
-    plain: bool = False  # state by state: for models that read no token tree
+    plain: bool = False  # pair by pair: for models that read no token tree
     max_tokens: Positive = 4096  # of a packed tree
     limit: Positive | None = None  # number of trees (all)
 
@@ -236,7 +236,10 @@ def train(
     """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
     dtype = models.PRECISIONS[precision]
     groups = groups_of(qnet.chat, trees, config)
-    rates = [(qnet.backbone, config.lr), (qnet.head, config.head_lr or config.lr)]
+    rates = [
+        (qnet.backbone, config.lr),
+        (qnet.head, config.lr if config.head_lr is None else config.head_lr),
+    ]
     optimizer = models.adamw(rates, config.optim)
     peaks = [parameters["lr"] for parameters in optimizer.param_groups]
     sizes = [len(group.pairs) for group in groups]
@@ -244,7 +247,7 @@ def train(
     log = TrainingLog(out, qnet, optimizer, order, config)  # where a stopped training was
     budget = 1 if config.plain else config.micro_tokens  # plain: one group at a time
     if log.step == 0:
-        rank(qnet, held_out, config, dtype)  # what can't run fails before an epoch is trained
+        _ = evaluate(qnet, held_out, config, dtype)  # what can't run fails before an epoch
     for epoch in log.epochs_left():
         qnet.train()
         for update in log.updates_left(epoch):
@@ -258,18 +261,20 @@ def train(
                 loss += part.item()
             loss = processes.summed(qnet, loss)
             clip(qnet, loss, log.step, config.lr)
-            for parameters, peak in zip(optimizer.param_groups, peaks, strict=True):
-                parameters["lr"] = peak * cosine(log.step, log.steps)
+            for param_group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                param_group["lr"] = peak * cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss, tokens=sum(group.tokens for group in batch))
         log.save("last.pt")  # an epoch whose ranking fails is not trained again
-        ranks = rank(qnet, held_out, config, dtype)
+        ranks = evaluate(qnet, held_out, config, dtype)
         log.end_epoch(watched(ranks, held_out, config), held_out=ranks)
     return log.finish()
 
 
-def rank(qnet: QNet, held_out: list[Pairs], config: Config, dtype: torch.dtype) -> dict[str, Any]:
+def evaluate(
+    qnet: QNet, held_out: list[Pairs], config: Config, dtype: torch.dtype
+) -> dict[str, Any]:
     """The `ranking` of held-out trees by the weights at hand."""
     with autocast(qnet, dtype):
         reader = scorer(qnet.eval(), config.plain, cache_gb=2.0)  # beside a training's moments
@@ -334,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
         if not any(learned):
             raise UserError(f"{labels}: no pair of (s, a) to train on")
         facts = agent.settled(config)
-        world = {"env_files": begun_with(config.run).get("env_files")}
+        world = {"env_files": begun_with(config.run).get("env_files")}  # as a search compares them
         recipe = runs.recipe_of(config.recipe() | world | facts, inputs)
         if not begin(out, config, recipe, inputs, first):
             return

@@ -1,4 +1,4 @@
-"""Refreshes walkthrough.md, compare.md and README.md from the code and from walkthrough/*/*.jsonl: python -m docs.build
+"""Refreshes walkthrough.md and compare.md from the code and from walkthrough/*/*.jsonl: python -m docs.build
 
 <!-- code: q_search.episode -->         the next block is this function
 | [sft.py](sft.py) | stage 1 | 290 |    the number is of the file's lines, or of a folder's
@@ -112,23 +112,15 @@ def trees() -> dict[str, str]:
     }
 
 
-def count(match: re.Match) -> str:
-    """A row of the reading order, with the number of lines of what it links to."""
-    place = ROOT / match[2]
-    files = place.glob("*.py") if place.is_dir() else [place]
-    return f"{match[1]}{sum(len(file.read_text(encoding='utf-8').splitlines()) for file in files):,} |"
-
-
 def refresh(page: str) -> str:
     def block(match: re.Match) -> str:
         return f"{match[1]}{textwrap.dedent(inspect.getsource(pydoc.locate(match[2])))}```"
 
-    page = re.sub(r"(<!-- code: (.+?) -->\n```python\n).*?```", block, page, flags=re.S)
-    return re.sub(r"(\| \[.*\]\((.*)\) \| .* \| )[\d,]+ \|", count, page)
+    return re.sub(r"(<!-- code: (.+?) -->\n```python\n).*?```", block, page, flags=re.S)
 
 
 if __name__ == "__main__":
-    for page in (PAGE, README, COMPARE):
+    for page in (PAGE, COMPARE):
         page.write_text(refresh(page.read_text(encoding="utf-8")), encoding="utf-8")
     for name, picture in (episodes() | trees()).items():
         (LINES / name).write_text(picture, encoding="utf-8")

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """a ~ pi(a | s), n times. `key` names the state in the noise: (task, node or step)."""
+    """a ~ pi(a | s), n times. `key` names the draw in the noise: (task, branch or trial, step)."""
 
     state: State
     n: int

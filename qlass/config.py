@@ -122,14 +122,14 @@ class Prompt(Run):
 class Sampling(Prompt):
     """How a stage in which the agent acts samples from it."""
 
-    temperature: Real | None = None  # the checkpoint's own, if none is named (0.7; tiny: 1)
+    temperature: Real | None = None  # else the checkpoint's own (0.7; tiny: 1)
     top_p: Annotated[float, Bounds(0.01, 1)] | None = None  # of free text (1)
     top_k: Natural | None = None  # of free text: the K likeliest tokens (0: all)
     stop: tuple[str, ...] | None = None  # texts that end an action
     load_in: Literal["4bit", "8bit"] | None = None  # bits per weight
     precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
     plain: bool = free(False)  # one sequence at a time, for recurrent models
-    cache_gb: Real | None = free(None)  # for prompts (2; on a GPU a quarter of it)
+    cache_gb: Real | None = free(None)  # GB for prompts (2; on a GPU a quarter of its memory)
     in_flight: Positive | None = free(None)  # trees or episodes side by side (64; sciworld: 4)
     server: Annotated[str | None, arg(metavar="URL[#MODEL]")] = free(None)  # OpenAI-compatible
     device: str | None = free(None)  # the GPU, or without one the CPU
@@ -152,7 +152,7 @@ class Training(Memory):
     """What both trainings have; the defaults are Table 5's."""
 
     lr: Real = 1e-5  # learning rate at its peak
-    batch: Positive = 64  # examples per update
+    batch: Positive = 64  # examples per update (of pairs at least)
     patience: Positive = 2  # epochs without a better validation before it ends
     precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
     micro_tokens: Positive = free(8192)  # tokens in memory at once, padding included
@@ -238,10 +238,10 @@ def read(kind: type[R], doc: str | None, argv: Sequence[str] | None) -> R:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     words = [word for word in argv if word not in ("-h", "--help")]
-    blanks: Any = {"env": "", "run": Path()}  # which no flag leaves so
-    first = parse(kind, words, dataclasses.replace(kind(), **blanks))
+    blank: Any = {"env": ""}  # which no flag leaves so
+    first = parse(kind, words, dataclasses.replace(kind(), **blank))
     run = first.run
-    if run == Path():
+    if run == kind().run:
         run = Path("runs") / (first.env or kind.env).rpartition(":")[2].lower()
     begun = begun_with(run)
     env = first.env or begun.get("env", kind.env)

@@ -141,7 +141,8 @@ def suited(config: Any, run: Path) -> str:
 
 def announce(config: Any, chosen: dict[str, Any]) -> None:
     """Say in one line which preset acts, and by which settings."""
-    preset = settings(config.preset, config.env, type(config))
+    lora = bool(getattr(config, "lora", None))
+    preset = settings(config.preset, config.env, type(config), lora)
     kept = {n: v for n, v in preset.items() if getattr(config, n) == chosen[n] == v}
     words = [f"--{n.replace('_', '-')} {value}" for n, value in kept.items() if n != "env_option"]
     what = " ".join(words) or "nothing else than the defaults"

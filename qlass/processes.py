@@ -40,6 +40,15 @@ def mine(groups: Sequence[Any]) -> Sequence[Any]:
     return groups[rank::n]
 
 
+def of_first(model: torch.nn.Module, value: float | None) -> float | None:
+    """The first process's value, where rounding may give the others another one."""
+    if value is None or files.share()[1] == 1:
+        return value
+    tensor = torch.tensor(value, device=next(model.parameters()).device, dtype=torch.float64)
+    distributed.broadcast(tensor, 0)
+    return tensor.item()
+
+
 def summed(model: torch.nn.Module, loss: float) -> float:
     """The sum of all processes' losses; every gradient becomes their sum, too."""
     if files.share()[1] == 1:

@@ -134,14 +134,14 @@ class TrainingLog:
         return [line for line in self.lines if "epoch" in line]
 
     @property
-    def updates(self) -> list[dict]:
-        """The lines of the epoch at hand."""
+    def epoch_lines(self) -> list[dict]:
+        """The lines of the updates of the epoch at hand."""
         ends = [i for i, line in enumerate(self.lines, 1) if "epoch" in line]
         start = ends[-1] if ends else 0
         return self.lines[start:]
 
     @property
-    def best(self) -> int:
+    def best_epoch(self) -> int:
         """The epoch of the lowest validation loss, from 1; the last one if there is none."""
         losses = [line["validation"] for line in self.curve]
         if not losses or None in losses:
@@ -150,12 +150,12 @@ class TrainingLog:
 
     def epochs_left(self) -> Iterator[int]:
         """The epochs to do, from 0, until --patience of them bring no better validation."""
-        while len(self.curve) < min(len(self.order), self.best + self.config.patience):
+        while len(self.curve) < min(len(self.order), self.best_epoch + self.config.patience):
             yield len(self.curve)
 
     def updates_left(self, epoch: int) -> list[list[int]]:
         """What is left to do of the epoch at hand."""
-        done = len(self.updates)
+        done = len(self.epoch_lines)
         return self.order[epoch][done:]
 
     def end_update(self, loss: float, tokens: int) -> None:
@@ -172,19 +172,20 @@ class TrainingLog:
     def end_epoch(self, validation: float | None, **figures: Any) -> None:
         """validation: the loss that early stopping watches, None if there is none."""
         epoch = len(self.curve) + 1
+        validation = processes.of_first(self.model, validation)  # all stop after the same epoch
         if validation is not None and not math.isfinite(validation):
             raise UserError(f"epoch {epoch}: validation loss {validation}, so it has diverged")
-        losses = [line["loss"] for line in self.updates]
+        losses = [line["loss"] for line in self.epoch_lines]
         mean = sum(losses) / len(losses)
         self.write(self.step, epoch=epoch, loss=mean, **figures, validation=validation)
-        if validation is not None and self.best == epoch:
+        if validation is not None and self.best_epoch == epoch:
             self.save("best.pt")
 
     def finish(self) -> dict[str, Any]:
         """Give the model the best epoch's weights. Returns figures for the metadata."""
         self.bar.close()
         self.file.close()
-        curve, best = self.curve, self.best
+        curve, best = self.curve, self.best_epoch
         tokens = [line["tokens"] for line in self.lines if "lr" in line]
         figures = {"steps": self.step, "tokens": tokens[-1], "seconds": curve[-1]["seconds"]}
         figures |= {"loss": curve[best - 1]["loss"], "best_epoch": best, "curve": curve}

@@ -133,7 +133,7 @@ def test_recorded_actions_are_played_alike(who, recorded, limit, says):
     def states():
         if who == "trees":
             explorer = Explorer(env, "train0", Rendering(), 2)
-            return [node.state for node in explorer.replay(explorer.root(), texts)]
+            return [node.state for node in explorer.add_demonstration(explorer.root(), texts)]
         if who == "eto":
             taken = eto.decisions(env, Rendering(), "train0", texts)
             return [decision.state for decision in taken] + [taken[-1].state.then(texts[-1], "")]

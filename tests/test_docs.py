@@ -94,7 +94,7 @@ def test_the_lines_are_a_run_of_the_stages(part):
 
 def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
     """As they stand, on random checkpoints and the fake world."""
-    folder = tmp_path / "runs" / "webshop"
+    folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
     (folder / "sft").symlink_to(agent)
     (folder / "qnet").symlink_to(value_net)
