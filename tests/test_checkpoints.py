@@ -51,6 +51,10 @@ def refused(path: Path, reason: str, kind=hf.AutoModelForCausalLM) -> None:
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
 
 
+def close(x: Any, y: Any) -> None:
+    torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+
+
 LAYER = "model.layers.0."
 KEYS = {  # model type: keys that may be left out, and keys that change what it computes
     "gpt2": (["h.0.attn.bias", "transformer.h.0.attn.masked_bias"], ["h.0.attn.c_attn.lora_A.weight"]),
@@ -83,10 +87,8 @@ def test_a_key_without_a_place_matters_if_its_layer_is_computed(name, kind, tmp_
 
 
 def test_a_plain_model_opens_neither_lora_nor_the_fast_engine_nor_a_server(agent):
-    code = (
-        "import sys; from qlass import models as m; m.load_checkpoint(sys.argv[1], m.AutoModelForCausalLM, plain=True)"
-    )
-    command = [sys.executable, "-c", f"{code}; print(*sys.modules)", str(agent)]
+    code = "import sys; from qlass.agent import load_policy; load_policy(sys.argv[1], plain=True); print(*sys.modules)"
+    command = [sys.executable, "-c", code, str(agent)]
     opened = subprocess.check_output(command, cwd=Path(models.__file__).parents[1], text=True).split()
     assert "qlass.models" in opened
     assert {"qlass.optional.lora", "qlass.optional.server", "qlass.fast", "peft"}.isdisjoint(opened)
@@ -199,7 +201,7 @@ def test_a_merge_computes_what_the_adapter_does(tmp_path, agent, updated, rows, 
     model, chat = models.load_checkpoint(folder, hf.AutoModelForCausalLM)
     models.save_checkpoint(model, chat, merged)
     for loaded in (model, load_policy(merged).model):
-        torch.testing.assert_close(loaded(IDS).logits, expected, atol=1e-4, rtol=1e-4)
+        close(loaded(IDS).logits, expected)
 
 
 def test_an_adapter_of_another_model_or_of_a_prompt_is_refused(tmp_path, agent):
@@ -257,10 +259,6 @@ def test_an_adapter_beside_full_weights_is_refused(tmp_path, agent):
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def close(x: Any, y: Any) -> None:
-    torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
-
-
 def test_numbers_that_bf16_must_not_round_and_kernels_that_must_not_run():
     """Rotary frequencies in bf16 would turn a prompt of 4,000 tokens by radians; cuDNN's attention errs at times."""
     model = models.full_weights(tiny_lm(CHAT), Path(), dtype=torch.bfloat16)
@@ -274,34 +272,33 @@ def moved(net: nn.Module, start: nn.Module) -> set[str]:
     return {name.split(".")[-2] for name, p in net.named_parameters() if not torch.equal(p, before[name])}
 
 
-@pytest.fixture
-def learned_from(tmp_path):
-    """The options of both stages that name what they learn from."""
-    labels, expert = tmp_path / "q_labels.jsonl", tmp_path / "chats.jsonl"
-    labels.write_text(dump(labelled_tree("train0") + labelled_tree("train1")))
-    chat = {"messages": [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "Action: left"}]}
-    expert.write_text(dump([chat] * 3))
-    return {sft: ["--expert", str(expert)], train_qnet: ["--labels", str(labels)]}
-
-
-def test_the_stages_train_save_and_load_it(tmp_path, agent, learned_from):
-    """A checkpoint holds the merged model, and beside it the adapter, which is loaded as its base with the updates."""
-    start = load_policy(agent).model
-    common = f"--env frozenlake --run {tmp_path} --epochs 2 --lr 0.01 --lora 2 --lora-alpha 3".split()
-    train_qnet.main([*common, "--sft", str(agent), *learned_from[train_qnet]])
-    net = QNet.from_pretrained(tmp_path / "qnet")
-    adapter = peft.PeftModel.from_pretrained(hf.AutoModel.from_pretrained(agent), tmp_path / "qnet" / "adapter")
-    close(adapter(IDS).last_hidden_state, net.backbone(IDS).last_hidden_state)
-    assert moved(net.backbone, start.model) == LINEAR
-    sft.main([*common, "--model", str(agent), *learned_from[sft]])
-    merged, folder = load_policy(tmp_path / "sft").model, tmp_path / "sft" / "adapter"
-    assert moved(merged, start) == LINEAR
-    adapter = peft.PeftModel.from_pretrained(hf.AutoModelForCausalLM.from_pretrained(agent), folder)
-    close(adapter(IDS).logits, merged(IDS).logits)
+@pytest.mark.parametrize("bits", [None, "4bit", "8bit"])
+def test_updates_of_a_base_go_through_the_stages(tmp_path, fake_world, bits):
+    """A checkpoint holds the merged model, in all the bits, and beside it the adapter, which loads as its base too."""
+    run = f"--env frozenlake --run {tmp_path}".split()
+    if bits:
+        pytest.importorskip("bitsandbytes")
+        run += ["--load-in", bits]
+    tiny_lm(CHAT, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+    CHAT.save(tmp_path / "base")
+    train = [*run, "--epochs", "3", "--lr", "0.01", "--lora", "2", "--lora-alpha", "3", "--batch", "2"]
+    sft.main([*train, "--model", str(tmp_path / "base"), "--n-expert", "3"])
+    base, agent = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "sft"))
+    assert moved(agent, base) == LINEAR
+    adapter = peft.PeftModel.from_pretrained(base, tmp_path / "sft" / "adapter")
+    close(adapter(IDS).logits, agent(IDS).logits)
     assert adapter.peft_config["default"].lora_alpha == 3
-    model, _ = models.load_checkpoint(folder, hf.AutoModel, None, train=True)
-    close([*model.parameters()], [*merged.model.parameters()])
+    model, _ = models.load_checkpoint(tmp_path / "sft" / "adapter", hf.AutoModel, None, train=True)
+    close([*model.parameters()], [*agent.model.parameters()])
     assert all(p.requires_grad for p in model.parameters())
+    (tmp_path / "q_labels.jsonl").write_text(dump(labelled_tree("train0") + labelled_tree("train1")))
+    train_qnet.main([*train, "--sft", str(tmp_path / "sft"), "--labels", str(tmp_path / "q_labels.jsonl")])
+    net = QNet.from_pretrained(tmp_path / "qnet")
+    assert moved(net.backbone, agent.model) == LINEAR and net.backbone.dtype == torch.float32
+    adapter = peft.PeftModel.from_pretrained(agent.model, tmp_path / "qnet" / "adapter")
+    close(adapter(IDS).last_hidden_state, net.backbone(IDS).last_hidden_state)
+    q_search.main([*run, "--limit", "2"])
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) >= 2
 
 
 def test_a_checkpoint_is_read_back_before_it_counts(tmp_path, agent, value_net, monkeypatch):
@@ -320,25 +317,6 @@ def test_a_checkpoint_is_read_back_before_it_counts(tmp_path, agent, value_net, 
     with pytest.raises(UserError, match="no weights for"):
         train_qnet.save(net, out, None, "float32")
     assert not out.exists()
-
-
-@pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_a_base_of_few_bits_goes_through_the_stages(tmp_path, fake_world, bits, learned_from):
-    """Trained from updates alone, merged into all the bits, searched in few."""
-    pytest.importorskip("bitsandbytes")
-    tiny_lm(CHAT, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
-    CHAT.save(tmp_path / "base")
-    run = f"--env frozenlake --run {tmp_path} --load-in {bits}".split()
-    train = [*run, "--epochs", "3", "--lora", "2", "--batch", "2"]
-    sft.main([*train, "--model", str(tmp_path / "base"), "--n-expert", "3"])
-    base, agent = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "sft"))
-    assert moved(agent, base) == LINEAR
-    close(agent(IDS).logits, peft.PeftModel.from_pretrained(base, tmp_path / "sft" / "adapter")(IDS).logits)
-    train_qnet.main([*train, "--sft", str(tmp_path / "sft"), *learned_from[train_qnet]])
-    net = QNet.from_pretrained(tmp_path / "qnet")
-    assert moved(net.backbone, agent.model) == LINEAR and net.backbone.dtype == torch.float32
-    q_search.main([*run, "--limit", "2"])
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) >= 2
 
 
 def test_a_training_that_cannot_train_what_was_asked_says_so(tmp_path, agent, value_net):
