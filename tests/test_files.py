@@ -119,7 +119,7 @@ def test_another_recipe_is_refused_and_free_flags_may_differ(tmp_path):
     path, sft, qnet = (tmp_path / name for name in ("x.jsonl", "sft", "qnet"))
     sft.mkdir()
     (sft / "model.safetensors").write_text("1")
-    grow(path, sft=sft, stop=2)
+    grow(path, sft=sft, expert=None, stop=2)
     qnet.write_text("which a method asks for now")
     (sft / "chat_template.jinja").write_bytes(b"{{ messages }}\r\n")
     grow(path, "--overwrite", sft=sft, stop=2)
@@ -132,6 +132,7 @@ def test_another_recipe_is_refused_and_free_flags_may_differ(tmp_path):
         (["--depth", "4"], {}, "--depth 3, not 4: --overwrite starts again"),
         (["--env-option", "data=x"], {}, r"--env-option \[\], not \['data=x'\]"),
         ([], {"qnet": tmp_path / "x.meta.json"}, "--qnet that has changed or is another"),
+        ([], {"expert": tmp_path / "x.meta.json"}, "--expert that has changed or is another"),  # there was none
     ):
         with pytest.raises(UserError, match=rf"x\.jsonl was begun with {says}"):
             begin(path, *words, **{"sft": sft, "qnet": qnet} | inputs)
@@ -273,18 +274,13 @@ def test_a_run_keeps_the_environment_of_its_first_output(tmp_path):
     assert runs.handed_on(again) == ["--run", str(tmp_path), "--seed", "4", "--preset", "tiny"]
 
 
-def test_no_output_takes_the_place_of_a_folder_or_of_results_unasked(tmp_path):
+def test_no_output_takes_the_place_of_a_folder(tmp_path):
     (tmp_path / "out" / "thesis").mkdir(parents=True)
     config = flags("--run", str(tmp_path), "--overwrite")
     for write in (runs.write_at_once, lambda path, *_: begin(path, "--overwrite")):
         with pytest.raises(UserError, match="out: a folder or a device, not a file"):
             write(tmp_path / "out", config, [], {})
     assert (tmp_path / "out" / "thesis").exists()
-    (tmp_path / "input").touch()
-    grow(tmp_path / "x.jsonl", stop=2, expert=None)
-    begin(tmp_path / "x.jsonl", qnet=tmp_path / "input").lock.close()  # the first methods needed none
-    with pytest.raises(UserError, match="begun with --expert that has changed or is another"):
-        begin(tmp_path / "x.jsonl", expert=tmp_path / "input")
 
 
 def test_the_flags_that_stages_share_are_handed_on():
