@@ -53,10 +53,7 @@ BAD = {
         ('{"a": 1}\n\n{"a": 1, "a": 2}', ":3: not valid JSON (a name stands twice in an object)"),
         ('{"a": NaN}', ":1: not valid JSON (NaN is not a number)"),
         (dump([{"a": "\ud83d left"}]), ":1: not valid JSON ('utf-8' codec can't encode"),
-        *(
-            (dump([{"reward": reward}]), f":1: reward can't be {reward!r}: a num")
-            for reward in (50, 1.01, -1, True, "1")
-        ),
+        *((dump([{"reward": r}]), f":1: reward can't be {r!r}: a num") for r in (50, 1.01, -1, True, "1")),
         *((dump([{"task_id": name}]), f":1: task_id can't be {name!r}: a text") for name in (2882.0, True, ["a"])),
     ],
     "trees.jsonl": [
@@ -76,7 +73,6 @@ BAD = {
         (dump([RESULT | {"reward": None}]), ":1: no reward"),
         (dump([RESULT | {"tokens": 7}]), ":1: tokens can't be 7"),
         (dump([RESULT | {"tokens": {"prompt": "1"}}]), ":1: tokens can't be {'prompt': '1'}"),
-        (dump([RESULT | {"reward": None}]), ":1: no reward"),
         *((dump([RESULT | {name: value}]), f":1: {name} can't be {value!r}") for name, value in OF_ANOTHER_KIND),
         (dump([RESULT, {"task_id": "a"}]), ":2: no env"),
     ],
@@ -94,7 +90,6 @@ BAD = {
         (chat(), "the assistant writes '', which is no action"),
         (dump([{"messages": CHAT, "conversations": CHAT}]), "it has messages and conversations: leave one"),
         (chat(LEFT, reward=25), ":1: reward can't be 25"),
-        (chat(LEFT, reward="1"), "reward can't be '1'"),
         *((chat(turn("left", **{name: no})), f"{name} of a turn is {no}, but all") for name, no in NOT_TO_BE_LEARNED),
     ],
 }
