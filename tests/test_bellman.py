@@ -91,9 +91,9 @@ def test_all_targets_equal_brute_force_whatever_the_names_of_nodes(tree, gamma, 
 
 @pytest.fixture
 def label(tmp_path):
-    def run(tree: list[dict], *flags: str, out: str = "labels.jsonl") -> list[dict]:
-        (tmp_path / "trees.jsonl").write_text(dump(tree))
-        bellman.main(["--trees", str(tmp_path / "trees.jsonl"), "--out", str(tmp_path / out), *flags])
+    def run(tree: list[dict], *flags: str, out: str = "labels.jsonl", trees: str = "trees.jsonl") -> list[dict]:
+        (tmp_path / trees).write_text(dump(tree))
+        bellman.main(["--trees", str(tmp_path / trees), "--out", str(tmp_path / out), *flags])
         return list(read_jsonl(tmp_path / out))
 
     return run
@@ -129,11 +129,8 @@ def test_the_command_keeps_every_line_and_adds_q_and_replaces_its_own_labels_alo
     label(flat, out="b/labels.jsonl")
     with pytest.raises(UserError, match="that has changed or is another"):  # of another run: none may be lost
         label(more, out="b/labels.jsonl")
-    (tmp_path / "other.jsonl").write_text(dump(flat))
     with pytest.raises(UserError, match="that has changed or is another"):  # not the run's own, in its folder
-        bellman.main(
-            ["--trees", str(tmp_path / "other.jsonl"), "--out", str(tmp_path / "labels.jsonl"), "--gamma", "0.5"]
-        )
+        label(flat, "--gamma", "0.5", trees="other.jsonl")
 
 
 def test_it_starts_without_torch(tmp_path):
