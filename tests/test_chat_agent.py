@@ -13,12 +13,7 @@ from qlass.messages import parse_action
 from qlass.optional.server import HELLO
 from qlass.runs import meta_of
 
-
-class World(FakeEnv):
-    instruction = "walk left or right, or click[what you see]"
-
-    def task_type(self, task_id: str) -> str:
-        return f"type {int(task_id[-1]) % 2}"
+INSTRUCTION = "walk left or right, or click[what you see]"
 
 
 class Fake:
@@ -45,13 +40,9 @@ class Fake:
 
 
 @pytest.fixture
-def fake(monkeypatch):
-    def from_config(config, **options):
-        env = World(**options)
-        env.settings = {"env": config.env, "env_option": [], "env_files": {}}
-        return env
-
-    monkeypatch.setattr("envs.from_config", from_config)
+def fake(monkeypatch, fake_world):
+    monkeypatch.setattr(FakeEnv, "instruction", INSTRUCTION)
+    monkeypatch.setattr(FakeEnv, "task_type", lambda self, task_id: f"type {int(task_id[-1]) % 2}")
     server = Fake()
     with serving(server.answer) as server.url:
         yield server
@@ -164,7 +155,7 @@ def test_the_right_action_is_read_in_any_style(fake, tmp_path, capsys, style):
     assert "only a thought" not in capsys.readouterr().err
     for action in ("click[Low-fat (2 %) - 1. Fl. oz]", "search[a [b] c]"):
         text = STYLES[style].format(action.replace("click", "Click"))
-        assert parse_action(chat_agent.in_react_style(text, ("\nObservation:",), World.instruction)) == action
+        assert parse_action(chat_agent.in_react_style(text, ("\nObservation:",), INSTRUCTION)) == action
 
 
 PLAIN = ["Thought: a. b\n\nAction: click[Size: 4.5 (US)]", "Action: Go to desk 1", "right", "I can't.\nNo.", "Action:"]
