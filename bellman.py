@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from qlass.config import Run, Share, free, read, run_stage
-from qlass.files import read_trees
 from qlass.runs import find_or_make, outdated, write_at_once
+from qlass.trees import read_trees
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

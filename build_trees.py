@@ -44,6 +44,7 @@ from qlass.files import warn
 from qlass.messages import State, parse_action, replay
 from qlass.published import Demonstration
 from qlass.runs import Inputs, Output, find_or_make, recipe_of
+from qlass.trees import tree_metrics, tree_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,39 +235,6 @@ class Explorer:
         return self.env.canonical(parse_action(action))
 
 
-# ----------------------------------------------------------------------------------------- the file
-
-SAVED = ("depth", "action", "observation", "reward", "done", "source", "branch", "expert")
-
-
-def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
-    """A tree as lines of trees.jsonl. The root has the prompt and the number of nodes."""
-    nodes = list(root.subtree())
-    number: dict[Node | None, int] = {node: i for i, node in enumerate(nodes)}
-    records = []
-    for i, node in enumerate(nodes):
-        record = {"task_id": task_id, "node_id": i, "parent_id": number.get(node.parent)}
-        records.append(record | {name: getattr(node, name) for name in SAVED})
-        if node.cut is not None:
-            records[-1]["cut"] = node.cut
-    records[0] |= {"env": env.name, "task": root.state.task}
-    records[0] |= {"messages": root.state.dump(), "nodes": len(nodes)}
-    return records
-
-
-def metrics(records: list[dict]) -> dict[str, Any]:
-    """For the metadata: counts, and the mean reward of the agent's leaves."""
-    leaves = [n for n in records if (n["done"] or "cut" in n) and n["source"] == "policy"]
-    rewards = [node.get("cut", node["reward"]) for node in leaves]
-    return {
-        "trees": len({node["task_id"] for node in records}),
-        "nodes": len(records),
-        "leaves": len(rewards),
-        "mean_leaf_reward": sum(rewards) / max(1, len(rewards)),
-        "refused_tasks": len([node for node in records if "refused" in node]),
-    }
-
-
 # --------------------------------------------------------------------------------------------- main
 
 
@@ -338,7 +306,7 @@ def main(argv: list[str] | None = None) -> None:
         tokens = agent.computed if len(todo) == len(tasks) else None
     trees.read()
     records = trees.records
-    counts = metrics(records) | published.failures(records, demonstrations or {})
+    counts = tree_metrics(records) | published.failures(records, demonstrations or {})
     grown = {*tasks, *trees.groups}  # more than --limit, if it was larger
     planned = [task for task in order if task in grown]
     trees.finish(planned, tasks=planned, **counts, tokens=tokens)

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import envs
 from bellman import label
-from build_trees import Explorer, tree_records
+from build_trees import Explorer
 from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
 from experiments import drive_in_order
@@ -49,6 +49,7 @@ from qlass.pairs import Pair, pairs_of
 from qlass.policy import Policy
 from qlass.published import demonstrate
 from qlass.tiny import AIDS, tiny_model
+from qlass.trees import tree_records
 from train_qnet import QNet, family_loss, scorer
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone

@@ -24,9 +24,9 @@ from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
 from qlass.config import parse, run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.files import read_trees
 from qlass.messages import State
 from qlass.pairs import pairs_of
+from qlass.trees import read_trees
 from train_qnet import QNet
 
 GPU = torch.cuda.is_available()

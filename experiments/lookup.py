@@ -21,9 +21,9 @@ import q_search
 from qlass import UserError, results
 from qlass.batching import Score
 from qlass.config import free, run_stage
-from qlass.files import read_trees
 from qlass.messages import State, parse_action
 from qlass.runs import find_or_make
+from qlass.trees import read_trees
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

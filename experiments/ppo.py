@@ -33,10 +33,10 @@ from qlass import UserError
 from qlass.chat import Chat
 from qlass.config import Natural, Positive, Real, Share, free, read, run_stage
 from qlass.fast.token_tree import TokenTree, tree_inputs
-from qlass.files import read_trees
 from qlass.messages import State
 from qlass.pairs import states_of
 from qlass.runs import find_or_make, handed_on, meta_of
+from qlass.trees import read_trees
 from train_qnet import QNet
 
 VALUE_CLIP = 0.2  # how far an update may move V

@@ -34,10 +34,11 @@ from qlass.agent import load_agent, settled
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
 from qlass.config import Natural, Real, Sampling, free, read, run_stage
-from qlass.files import read_trees, warn
+from qlass.files import warn
 from qlass.messages import without_thinking
 from qlass.pairs import states_of
 from qlass.results import costs_of
+from qlass.trees import read_trees
 from train_qnet import load_qnet
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again

@@ -9,7 +9,6 @@ import codecs
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -121,41 +120,6 @@ def records_of(path: Path) -> Iterator[tuple[str, dict]]:
 def read_jsonl(path: Path) -> Iterator[dict]:
     """The records of one file. UserError names FILE:LINE of a malformed one."""
     return (record for _, record in records_of(path))
-
-
-# ------------------------------------------------------------------------------------------ trees
-
-NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")
-
-
-def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[dict]]:
-    """The trees of a file, each as its list of nodes, the root first.
-
-    required: fields of a node besides NODE; "messages" of the root alone.
-    """
-    path = Path(path)
-    if not path.exists() and parts_of(path).exists():
-        raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
-    records = records_of(path)
-    for task, lines in itertools.groupby(records, lambda record: record[1].get("task_id")):
-        tree: list[dict] = []
-        names = {None}
-        for where, node in lines:
-            fields = {*NODE, *required} - ({"messages"} if tree else set())
-            if missing := sorted(fields - node.keys()):
-                raise UserError(f"{where}: no {missing[0]}; is this a file of trees?")
-            check_reward(node, "cut", where)
-            for name in {"reward", "q", "q_raw"} & node.keys():
-                if not isinstance(node[name], int | float):
-                    raise UserError(f"{where}: {name} can't be {node[name]!r:.40}")
-            if node["parent_id"] not in names or node["node_id"] in names:
-                raise UserError(f"{where}: node {node['node_id']} is before its parent, or twice")
-            names.discard(None)  # the root's parent
-            names.add(node["node_id"])
-            tree.append(node)
-        if len(tree) != tree[0].get("nodes", len(tree)):
-            raise UserError(f"{path}: the tree of task {task} is cut, or twice: make it again")
-        yield tree
 
 
 # ------------------------------------------------------------------------------------------ content

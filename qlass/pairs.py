@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qlass import UserError, files
+from qlass import UserError
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.leaks import begins_of
 from qlass.messages import State
+from qlass.trees import read_trees
 
 HELD_OUT = 10  # the trees of every tenth task are not trained on
 
@@ -76,7 +77,7 @@ def read_pairs(
     """The pairs that the model can read, of each of the first `limit` labelled trees; figures for
     the metadata."""
     tasks, trees, left_out = [], [], 0
-    labelled = files.read_trees(labels, ["q", "messages"])
+    labelled = read_trees(labels, ["q", "messages"])
     for tree in itertools.islice(labelled, limit):
         try:
             pairs = pairs_of(tree)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from qlass.files import read_trees
 from qlass.messages import parse_action
+from qlass.trees import read_trees
 from reporting import tables
 from reporting.figures import Pictures
 from reporting.results import Group

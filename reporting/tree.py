@@ -15,8 +15,9 @@ from textwrap import shorten
 
 from qlass import UserError
 from qlass.config import parse, run_stage
-from qlass.files import read_trees, replacing
+from qlass.files import replacing
 from qlass.messages import parse_action
+from qlass.trees import read_trees
 from reporting import svg
 
 LETTERS = 14  # of an action, at most: what fits above an edge

@@ -16,6 +16,7 @@ from qlass import UserError, published
 from qlass.chat import Rendering
 from qlass.messages import State, parse_action
 from qlass.published import Demonstration
+from qlass.trees import tree_records
 
 
 def shown(*actions: str, begin: str = "you stand at start", **fields) -> Demonstration:
@@ -180,7 +181,7 @@ def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_
     def records(*moves: str) -> list[dict]:
         (tmp_path / "expert.jsonl").write_text(dump([line(*moves, task_id="train0")]))
         expert = published.by_task(published.read(tmp_path / "expert.jsonl", FakeEnv()), FakeEnv())
-        return build_trees.tree_records(FakeEnv(), "train0", grow({}, 1, 1, 1, expert=expert)[2])
+        return tree_records(FakeEnv(), "train0", grow({}, 1, 1, 1, expert=expert)[2])
 
     demonstrated = records("Action: east", "Action: right", "Action: east")
     assert [node["action"] for node in demonstrated if node["expert"]] == ["Action: right"] * 3
@@ -251,7 +252,7 @@ def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch):
 
 def test_a_tree_in_lines():
     _, _, root, env = grow(SCRIPT, with_expert=True)
-    records = build_trees.tree_records(env, "train0", root)
+    records = tree_records(env, "train0", root)
     assert [r["node_id"] for r in records] == list(range(10)) and records[0]["nodes"] == 10
     assert [r["parent_id"] for r in records] == [None, 0, 1, 2, 1, 0, 5, 5, 7, 7]
     assert "".join(parse_action(r["action"] or "-")[0] for r in records) == "-lrllrlrlr"

@@ -16,7 +16,6 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import given
 from hypothesis import strategies as st
 
-import build_trees
 import envs
 from build_trees import Explorer
 from docs.switches import Switches
@@ -26,6 +25,7 @@ from qlass import UserError, presets, published
 from qlass.chat import Rendering
 from qlass.config import Sampling, run_stage
 from qlass.files import read_jsonl
+from qlass.trees import tree_records
 
 FLAG = "docs.switches:Switches"
 installed = pytest.mark.skipif(find_spec("scienceworld") is None, reason="pip install scienceworld")
@@ -401,7 +401,7 @@ def test_numbers_of_numpy_become_pythons():
     env = type("Numeric", (Switches,), change)()
     envs.check(env)
     root = next(iter(drive_in_order([Explorer(env, "red", Rendering(), 2, max_rollouts=0).explore({})], {}, 1)))
-    json.dumps(build_trees.tree_records(env, "red", root))
+    json.dumps(tree_records(env, "red", root))
 
 
 def test_a_player_against_the_rules_in_some_task_is_named():

@@ -14,8 +14,9 @@ import pytest
 from fakes import fork
 
 import q_search
-from qlass.files import read_jsonl, read_trees
+from qlass.files import read_jsonl
 from qlass.runs import meta_of
+from qlass.trees import read_trees
 
 ROOT = Path(__file__).parents[1]
 STAGES = {"sft": "sft", "build_trees": "trees.jsonl", "bellman": "q_labels.jsonl", "train_qnet": "qnet",

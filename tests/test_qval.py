@@ -11,7 +11,6 @@ import pytest
 from fakes import FakeEnv, Script, explore, say
 
 import envs
-from build_trees import tree_records
 from experiments import child
 from experiments.qval import __main__ as qval
 from experiments.qval import downstream, metrics, search, targets
@@ -25,6 +24,7 @@ from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl, write_jsonl
 from qlass.messages import State, react
+from qlass.trees import tree_records
 
 RENDERING = Rendering()
 ACTIONS = [react("hm", action) for action in ("left", "right")]

@@ -9,7 +9,6 @@ import torch
 from fakes import FakeEnv, dump, explore, run, say, tiny_backbone, word_chat
 
 import bellman
-import build_trees
 import train_qnet
 from qlass import UserError, files
 from qlass.agent import load_policy
@@ -20,6 +19,7 @@ from qlass.messages import State
 from qlass.optional.foreign import FIXED
 from qlass.pairs import Pair, families, hold_out, pairs_of, sibling_accuracy
 from qlass.runs import meta_of
+from qlass.trees import tree_records
 from train_qnet import QNet, family_loss
 
 
@@ -28,7 +28,7 @@ def labelled_tree(task: str = "train0", **options) -> list[dict]:
     directions = iter(["left", "right", "right", "left", "right", "left", "left", "right"] * 20)
     tree = explore(FakeEnv(), task, Rendering(), 2, 3, 20, True)
     root, _ = run(tree, lambda request: say(*(next(directions) for _ in range(request.n))))
-    return bellman.label(build_trees.tree_records(FakeEnv(), task, root), "q", 0.9)
+    return bellman.label(tree_records(FakeEnv(), task, root), "q", 0.9)
 
 
 TREE = pairs_of(labelled_tree())

@@ -25,12 +25,12 @@ from qlass.agent import load_agent, load_policy, loading
 from qlass.batching import Sample, Score, ask
 from qlass.chat import Rendering
 from qlass.config import Positive, Sampling, is_url
-from qlass.files import read_trees
 from qlass.messages import State, parse_action, react, uniforms, without_thinking
 from qlass.optional.served_policy import ChatPolicy
 from qlass.pairs import pairs_of
 from qlass.policy import Policy
 from qlass.tiny import task_words
+from qlass.trees import read_trees
 from train_qnet import load_qnet
 
 Scores = Generator[Any, Any, list[float | None]]

@@ -1,0 +1,79 @@
+"""trees.jsonl: how a tree is written, counted and read.
+
+A line is a node. The lines of a tree stand together, the root first, parents before children.
+No torch here, so that bellman.py starts at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from qlass import UserError
+from qlass.files import check_reward, parts_of, records_of
+
+SAVED = ("depth", "action", "observation", "reward", "done", "source", "branch", "expert")
+
+
+def tree_records(env: Any, task_id: str, root: Any) -> list[dict]:
+    """A tree as lines of trees.jsonl. root: a `build_trees.Node`; its line has the prompt and the
+    number of nodes."""
+    nodes = list(root.subtree())
+    number: dict[Any, int] = {node: i for i, node in enumerate(nodes)}
+    records = []
+    for i, node in enumerate(nodes):
+        record = {"task_id": task_id, "node_id": i, "parent_id": number.get(node.parent)}
+        records.append(record | {name: getattr(node, name) for name in SAVED})
+        if node.cut is not None:
+            records[-1]["cut"] = node.cut
+    records[0] |= {"env": env.name, "task": root.state.task}
+    records[0] |= {"messages": root.state.dump(), "nodes": len(nodes)}
+    return records
+
+
+def tree_metrics(records: list[dict]) -> dict[str, Any]:
+    """For the metadata: counts, and the mean reward of the agent's leaves."""
+    leaves = [n for n in records if (n["done"] or "cut" in n) and n["source"] == "policy"]
+    rewards = [node.get("cut", node["reward"]) for node in leaves]
+    return {
+        "trees": len({node["task_id"] for node in records}),
+        "nodes": len(records),
+        "leaves": len(rewards),
+        "mean_leaf_reward": sum(rewards) / max(1, len(rewards)),
+        "refused_tasks": len([node for node in records if "refused" in node]),
+    }
+
+
+NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")
+
+
+def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[dict]]:
+    """The trees of a file, each as its list of nodes, the root first.
+
+    required: fields of a node besides NODE; "messages" of the root alone.
+    """
+    path = Path(path)
+    if not path.exists() and parts_of(path).exists():
+        raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
+    records = records_of(path)
+    for task, lines in itertools.groupby(records, lambda record: record[1].get("task_id")):
+        tree: list[dict] = []
+        names = {None}
+        for where, node in lines:
+            fields = {*NODE, *required} - ({"messages"} if tree else set())
+            if missing := sorted(fields - node.keys()):
+                raise UserError(f"{where}: no {missing[0]}; is this a file of trees?")
+            check_reward(node, "cut", where)
+            for name in {"reward", "q", "q_raw"} & node.keys():
+                if not isinstance(node[name], int | float):
+                    raise UserError(f"{where}: {name} can't be {node[name]!r:.40}")
+            if node["parent_id"] not in names or node["node_id"] in names:
+                raise UserError(f"{where}: node {node['node_id']} is before its parent, or twice")
+            names.discard(None)  # the root's parent
+            names.add(node["node_id"])
+            tree.append(node)
+        if len(tree) != tree[0].get("nodes", len(tree)):
+            raise UserError(f"{path}: the tree of task {task} is cut, or twice: make it again")
+        yield tree
