@@ -61,7 +61,7 @@ def make(output: Path, stage: str, config: Run) -> None:
     argv = [*argv, "--run", str(config.run)] if argv else handed_on(config)
     problem = f"{output} is missing or not complete"
     named = any(word.partition("=")[0] == "--run" for word in config.argv)
-    if named and not is_there(config.run):  # a typo would train for minutes
+    if named and not config.run.exists():  # a typo would train for minutes
         raise UserError(f"{config.run}: no such run: python sft.py --run {config.run} begins it")
     command = f"python {stage}.py {shlex.join(argv)}"
     sft = getattr(config, "sft", None)

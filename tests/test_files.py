@@ -211,7 +211,6 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_pa
     find_or_make(None, *asked[:2], flags())
     assert Path("runs/webshop").exists() and calls.pop()[:2] == ["--run", "runs/webshop"]
     folder.mkdir()
-    (folder / "run.json").write_text("{}")
     capsys.readouterr()
     assert find_or_make(None, *asked) == labels
     command = f"python bellman.py --run '{folder}' --seed 1 --env webshop --preset tiny"  # to copy
