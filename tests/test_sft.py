@@ -13,6 +13,7 @@ import torch
 from fakes import FakeEnv, settings_of, tiny_lm, word_chat
 
 import sft
+from experiments import clone_answers
 from qlass import UserError, published
 from qlass.agent import begin_as_cloned, load_policy
 from qlass.chat import Rendering
@@ -30,8 +31,6 @@ STATE = State(
     (("user", "walk"), ("assistant", "OK"), ("user", "you stand"), ("assistant", "Thought: hm Action: left"),
      ("user", "Observation: nothing happens"), ("assistant", "Action: right")), "find the purse"
 )  # fmt: skip
-
-
 TEXT = (
     "<user> walk <agent> OK <end> <user> you stand <agent> Thought: hm Action: left <end> "
     "<user> Observation: nothing happens <agent> Action: right <end>"
@@ -49,18 +48,21 @@ def test_the_targets_are_the_agents_words():
     assert not list(sft.examples_of(CHAT, shown(STATE), 3))  # the agent has written nothing yet
 
 
+class ByHand:
+    """A model that gives each row these logits, of four positions and two words."""
+
+    device = "cpu"
+
+    def __call__(self, input_ids, logits_to_keep, **_):
+        logits = torch.tensor([[[0.0, 0.0], [math.log(3), 0.0], [0.0, 5.0], [9.0, 9.0]]])
+        return SimpleNamespace(logits=logits.repeat(len(input_ids), 1, 1)[:, logits_to_keep])
+
+
 def test_the_loss_by_hand():
     """Each token is predicted by the position before it: of 4 tokens 3 predict."""
-    logits = torch.tensor([[[0.0, 0.0], [math.log(3), 0.0], [0.0, 5.0], [9.0, 9.0]]])
 
     def loss(*labels: list[int]) -> float:
-        class Model:
-            device = "cpu"
-
-            def __call__(self, logits_to_keep, **_):
-                return SimpleNamespace(logits=logits.repeat(len(labels), 1, 1)[:, logits_to_keep])
-
-        return sft.sft_loss(Model(), [sft.Example([0] * len(of), of) for of in labels]).item()
+        return sft.sft_loss(ByHand(), [sft.Example([0] * len(of), of) for of in labels]).item()
 
     # Tokens 1 and 2 count: -log(1/2) of the first position, -log(3/4) of the second.
     none, by_hand = sft.NO_TARGET, math.log(2) - math.log(3 / 4)
@@ -227,3 +229,35 @@ def test_a_smaller_number_of_demonstrations_is_of_the_first(tmp_path, agent, fak
     meta = json.loads((tmp_path / "two.meta.json").read_text())
     assert (meta["trajectories"], meta["tasks"]) == (2, ["train0", "train1"])
     assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == FakeEnv().task_ids("train")
+
+
+# ---------------------------------------------- the environment's answers are cloned too (experiments/clone_answers.py)
+
+
+@pytest.mark.parametrize("w", [0.0, 0.5])
+def test_the_last_word_of_an_action_predicts_its_answer(w):
+    whole = clone_answers.example_of(CHAT, STATE, 100, [7], w)
+    own = [(i - 1, whole.ids[i], 1.0) for i in ITS_OWN]
+    answered = [(13, whole.ids[i], w) for i in range(14, 19)] + [(21, 7, w)]
+    assert whole.ids == [*sft.example_of(CHAT, STATE, 100).ids, 7]
+    assert sorted(whole.predictions) == sorted([*own, *(answered if w else [])]) and whole.targets == 10 + 6 * w
+
+
+def test_the_loss_with_answers_by_hand():
+    def loss(*predictions: list[tuple[int, int, float]]) -> float:
+        return clone_answers.loss_of(ByHand(), [clone_answers.Example([0, 1, 0, 1], of) for of in predictions]).item()
+
+    assert loss([(0, 1, 0.5), (1, 0, 2.0)]) == pytest.approx(math.log(2) / 2 - 2 * math.log(3 / 4))
+    assert loss([(1, 0, 1.0), (1, 1, 1.0)]) == pytest.approx(-math.log(3 / 4) - math.log(1 / 4))  # one position, two
+    both = math.log(2) + math.log(1 + math.exp(-5))
+    assert loss([(0, 1, 1.0)], [(2, 1, 1.0)]) == pytest.approx(both)  # each row has its own targets
+
+
+def test_without_a_memory_each_answer_stands_behind_its_action():
+    chat = word_chat(markov=True)
+    other, last = (sft.example_of(chat, State(STATE.messages[:n]), 100) for n in (4, 6))
+    first, second = clone_answers.examples_of(chat, shown(STATE), 100, 0.5)
+    answer = last.ids[:5]
+    assert (first.ids, second.ids) == (other.ids + answer, last.ids)
+    assert first.predictions[-5:] == [(len(other.ids) - 1, token, 0.5) for token in answer]
+    assert second.targets == last.targets == 3  # nothing answers the last action
