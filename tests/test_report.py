@@ -139,11 +139,8 @@ def test_what_qnet_adds_and_how_often_there_was_a_choice(tmp_path):
 
 def test_the_axis_is_that_of_the_searches_and_marks_stand_apart(tmp_path):
     """A chat agent without a reward, at 50 times the tokens, is named at the edge."""
-    played = [
-        ("greedy", 1, 0.7, 100),
-        *(("qlass", m, 0.7 + m / 100, 100 + m) for m in range(2, 9)),
-        ("chat", 1, 0.0, 5000),
-    ]
+    searches = [("qlass", m, 0.7 + m / 100, 100 + m) for m in range(2, 9)]
+    played = [("greedy", 1, 0.7, 100), *searches, ("chat", 1, 0.0, 5000)]
     records = [
         RESULT | {"method": name, "M": m, "reward": reward, "tokens": {"generated": tokens}, "task_id": str(task)}
         for name, m, reward, tokens in played for task in range(40)
@@ -201,7 +198,7 @@ def test_a_user_without_a_home_gets_a_report(tmp_path):
 PROTOCOL = {"environment": "lake", "version": "0", "options": [], "data": {}, "max_steps": None, "temperature": 0.7}
 
 
-def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tasks: str = "xy", **flags) -> str:
+def run_folder(folder, seed=0, sft="a", qnet="b", tasks="xy", protocol=None, **flags) -> str:
     """Results of greedy, qlass and a rule with metadata as the stages write them; flags: {stage_flag: value}."""
 
     def meta(name: str, recipe: dict, **inputs: str) -> None:
@@ -213,7 +210,7 @@ def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tas
         (folder / name).mkdir(parents=True)
     meta("sft", {"epochs": 12})
     meta("qnet", {"epochs": 8, "limit": None}, sft=sft)
-    flags.setdefault("results_protocol", PROTOCOL)
+    flags["results_protocol"] = PROTOCOL | (protocol or {})
     meta("results", {"env": "lake", "env_option": [], "max_steps": None}, sft=sft, qnet=qnet)
     methods = ("greedy", 1), ("qlass", 2), ("rule", 1)
     records = [RESULT | {"task_id": t, "method": m, "M": n, "seed": seed} for t in tasks for m, n in methods]
@@ -241,16 +238,12 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_t
         ("", {"sft": "z", "tasks": "z"}, "/one/results.* and .*/two/results.*: SFT greedy with different --sft of one"),
         ("", {"seed": 1, "qnet_trees": 9}, "QLASS with different --trees of qnet .4, 9"),
         ("other=", {"seed": 1, "qnet_trees": 9}, None),  # labels tell them apart
-        (
-            "other=",
-            {"results_protocol": PROTOCOL | {"version": "1"}},
-            "lake with different version .0, 1., not one table",
-        ),
-        ("other=", {"results_protocol": PROTOCOL | {"max_steps": 8}}, "lake with different max_steps .None, 8"),
-        ("other=", {"results_protocol": PROTOCOL | {"data": {"data": "2"}}}, "lake with different data"),
+        ("other=", {"protocol": {"version": "1"}}, "lake with different version .0, 1., not one table"),
+        ("other=", {"protocol": {"max_steps": 8}}, "lake with different max_steps .None, 8"),
+        ("other=", {"protocol": {"data": {"data": "2"}}}, "lake with different data"),
         ("other=", {"tasks": "y"}, None),  # a part of those of the longest row
         ("other=", {"tasks": "yz"}, "lake: rule and rule .other. with different tasks, not one table"),
-        ("other=", {"results_protocol": PROTOCOL | {"temperature": 1.0, "tokens": "real"}}, None),
+        ("other=", {"protocol": {"temperature": 1.0, "tokens": "real"}}, None),
     ],
 )
 def test_what_is_not_the_same_is_not_pooled_and_what_has_another_protocol_is_in_no_table(tmp_path, label, other, says):
