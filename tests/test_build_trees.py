@@ -145,10 +145,8 @@ def test_recorded_actions_are_played_alike(who, recorded, limit, says):
         with pytest.raises(UserError, match=f"fake: task train0: {says}"):
             states()
     else:
-        assert [path_of(state) for state in states()][-len(recorded) :] == [
-            recorded[: n + 1] for n in range(len(texts))
-        ]
-        assert env.path == recorded
+        behind = [recorded[: n + 1] for n in range(len(texts))]
+        assert [path_of(state) for state in states()][-len(texts) :] == behind and env.path == recorded
     assert env.max_steps == limit
 
 
@@ -296,38 +294,25 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_lowest_ste
 
 def test_trees_may_be_of_the_tasks_that_the_agent_was_cloned_from(build, tmp_path, monkeypatch):
     """In the order of the environment. A demonstration without an id is of each task that begins with its words."""
-    expert = tmp_path / "expert.jsonl"
-    for cloned, tasks in (
-        ((expert, 2), ["train1", "train3"]),
-        ((expert, None), ["train0", "train1", "train2", "train3"]),
-        ((None, None), "not at hand"),
-        ((expert, 1), ["train3"]),
-    ):
-        ids = ["train3", "train1", None]
-        expert.write_text(dump([line("Action: right", task_id=task_id) for task_id in ids]))
-        monkeypatch.setattr(published, "cloned_from", lambda checkpoint, cloned=cloned: cloned)
-        if cloned[0]:
-            text = build("--tasks", "cloned", out=f"{cloned[1]}.jsonl")
-            records = [json.loads(line) for line in text.splitlines()]
-            assert list(dict.fromkeys(record["task_id"] for record in records)) == tasks
-            assert sum(record["expert"] for record in records) == len(tasks)  # a step each, not the expert's way
-        else:
-            with pytest.raises(UserError, match=tasks):
-                build("--tasks", "cloned")
-    expert.write_text(dump([line("Action: right", task_id="test1", begin="you stand in a hall")]))
-    monkeypatch.setattr(published, "cloned_from", lambda checkpoint: (expert, None))
-    with pytest.raises(UserError, match="of no training task"):
-        build("--tasks", "cloned")
+    cloned = [tmp_path / "expert.jsonl", None]
+    monkeypatch.setattr(published, "cloned_from", lambda checkpoint: tuple(cloned))
+    cloned[0].write_text(dump([line("Action: right", task_id=task_id) for task_id in ("train3", "train1", None)]))
+    for first, tasks in {1: ["train3"], 2: ["train1", "train3"], None: [f"train{i}" for i in range(4)]}.items():
+        cloned[1] = first
+        records = [json.loads(line) for line in build("--tasks", "cloned", out=f"{first}.jsonl").splitlines()]
+        assert list(dict.fromkeys(record["task_id"] for record in records)) == tasks
+        assert sum(record["expert"] for record in records) == len(tasks)  # a step each, not the expert's way
+    cloned[0].write_text(dump([line("Action: right", task_id="test1", begin="you stand in a hall")]))
+    for path, says in ((cloned[0], "of no training task"), (None, "not at hand")):
+        cloned[0] = path
+        with pytest.raises(UserError, match=says):
+            build("--tasks", "cloned")
 
 
 def test_demonstrations_are_of_a_task_by_its_id_or_its_words_and_of_none_are_an_error(build, tmp_path, capsys):
     expert = tmp_path / "expert.jsonl"
-    for place, task_id, matches in (
-        ("start", "test1", 0),
-        ("hall", None, 0),
-        ("hall", "train3", 1),
-        ("start", None, 4),
-    ):
+    cases = ("start", "test1", 0), ("hall", None, 0), ("hall", "train3", 1), ("start", None, 4)
+    for place, task_id, matches in cases:
         expert.write_text(dump([line("Action: right", begin=f"you stand at {place}", task_id=task_id)]))
         if matches:
             trees = build("--expert", str(expert), out=f"{matches}.jsonl")
