@@ -33,8 +33,8 @@ qval() {  # NAME FLAG...: every score against reference labels
 judge() {  # FLAG...: every score and those of JUDGE, where there is one; a small model's replies are short
     [ -n "${JUDGE:-}" ] || return 0
     local job flags=("$@" --references exact --judge "$JUDGE" --cache-gb 5)
-    for job in "8 verifier delta_belief direct gvl sequential direct_16" "24 batched ranking" "300 codegen codegen_mean eureka"
-    do
+    qval judge "${flags[@]}" --precision float32 --scorers verifier delta_belief  # bf16 is coarse
+    for job in "8 direct gvl sequential direct_16" "24 batched ranking" "300 codegen codegen_mean eureka"; do
         qval judge "${flags[@]}" --precision bf16 --judge-tokens "${JUDGE_TOKENS:-${job%% *}}" --scorers ${job#* }
     done
     qval judge "${flags[@]}"
