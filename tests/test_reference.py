@@ -20,7 +20,7 @@ def test_numbers_without_a_row_stand_on_their_page():
 
 
 def test_scores_and_how_they_predict_rewards():
-    text, scores = page("searches.md"), pd.read_csv(FOLDER / "alignment.csv")
+    text, scores = page("searches.md"), pd.read_csv(FOLDER / "alignment.csv").dropna(subset="reward")
     webshop, frozenlake = (
         scores[scores["environment"] == name].set_index("score") for name in ("webshop", "frozenlake")
     )
@@ -35,6 +35,16 @@ def test_scores_and_how_they_predict_rewards():
         f"{at_webshop} over {len(webshop)} scores on WebShop and {at_frozenlake} over {len(frozenlake)} on FrozenLake"
     )
     assert said in text
+
+
+def test_scores_of_a_judge_are_those_of_their_rows():
+    text, scores = page("judges.md"), pd.read_csv(FOLDER / "alignment.csv", dtype=str, keep_default_na=False)
+    for _, row in scores[scores["family"] != "look-up"].iterrows():
+        shown = f"{row['rho']} [{row['rho_low']}, {row['rho_high']}]" if row["rho_low"] else row["rho"]
+        if row["answers"]:
+            top = row["top_1"] if row["rho"] else "–"
+            shown = f"{shown or '–'} | {top} | {int(row['unread']):,} of {int(row['answers']):,} |"
+        assert re.sub(r"\b0\.", ".", shown) in text, row["score"]
 
 
 def test_shares_of_siblings_are_of_their_pairs():
