@@ -76,9 +76,7 @@ BAD = {
         *((dump([RESULT | {name: value}]), f":1: {name} can't be {value!r}") for name, value in OF_ANOTHER_KIND),
         (dump([RESULT, {"task_id": "a"}]), ":2: no env"),
     ],
-    "ranges.csv": [
-        ("environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b", ": no table of environment"),
-    ],
+    "ranges.csv": [("environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b", ": no table of environment")],
     "expert.jsonl": [
         (" \n", "holds no demonstration"),
         ("messages,reward\ngo,1\n", ":1: not valid JSON"),

@@ -254,11 +254,8 @@ def test_the_doors_pickle_and_go_on_as_before_and_a_step_needs_a_reset(made):
         batch.step(["look", "look"])
     batch.reset()
     shop.step("search[shirt]")
-    for door, action, reset in (
-        (shop, "click[next >]", {"session": 7}),
-        (batch, ["look", "inventory"], {}),
-        (shop, "x", {}),
-    ):
+    steps = (shop, "click[next >]", {"session": 7}), (batch, ["look", "inventory"], {}), (shop, "x", {})
+    for door, action, reset in steps:
         twin = pickle.loads(pickle.dumps(door))
         assert twin.step(action) == door.step(action) and twin.reset(**reset) == door.reset(**reset)
     factory = pickle.loads(pickle.dumps(games("alfworld", data=made)))

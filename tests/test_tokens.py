@@ -42,8 +42,6 @@ FIRST = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at sta
 LEFT, RIGHT = step(FIRST, "left"), step(FIRST, "right")
 STATES = [FIRST, FIRST.then("Thought: find", "Observation: nothing happens"), LEFT, RIGHT,
           step(LEFT, "left", "right"), step(RIGHT, "right", "right")]  # fmt: skip
-
-
 sizes = st.tuples(st.integers(1, 40), st.integers(0, 50))
 
 
