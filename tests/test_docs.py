@@ -1,11 +1,14 @@
-"""Pages agree with the code and with the files beside them: the walkthrough, the Python page, the reference results."""
+"""Pages agree with the code and with the files beside them: docs/, its notebook, and the reference results."""
 
 import csv
 import json
 import math
 import re
+import sys
+import types
 
 import gymnasium
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
@@ -126,6 +129,26 @@ def value_of(folder, messages, action):
     return value.item()
 
 
+def test_the_cells_of_the_notebook_run(tmp_path, monkeypatch):
+    shown: list[str] = []
+    display = types.ModuleType("IPython.display")
+    display.SVG, display.display = str, shown.append
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(version_info=(9,), get_ipython=lambda: None))
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path / "docs")  # where Jupyter starts it
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(plt, "show", lambda: shown.append("<figure"))
+    space: dict = {}
+    notebook = json.loads((build.ROOT / "docs/qlass.ipynb").read_text(encoding="utf-8"))
+    for cell in (cell for cell in notebook["cells"] if cell["cell_type"] == "code"):
+        text = "".join(cell["source"]).replace('"--epochs", "40"', '"--epochs", "2"')
+        exec(text, space)
+    plt.close("all")
+    assert [picture.split()[0] for picture in shown] == ["<svg", "<svg", "<figure", "<svg"]
+    assert f"step {len(space['steps'])}" in shown[-1] and space["of"]["qlass"]["steps"] == space["steps"]
+
+
 def test_the_doors_open_as_the_page_says():
     page = (build.ROOT / "docs/engines.md").read_text(encoding="utf-8")
     names = {"config": config("$ALFWORLD_DATA")}
@@ -156,6 +179,58 @@ def test_the_runs_of_the_demo_are_in_the_expected_ranges():
     demo = rows[rows["agent"] == "cloned, make demo"].merge(ranges, on=["method", "M", "N", "select"])
     assert len(demo) >= 2 * len(ranges) and demo["reward"].between(demo["low_y"], demo["high_y"]).all()
     assert all(f"| {low[1:]} to {high[1:]} |" in text for low, high in zip(ranges["low"], ranges["high"], strict=True))
+
+
+def reference_page(name: str) -> str:
+    """A page's text with single spaces, so that a number may go over the end of a line."""
+    return " ".join((reference.FOLDER / name).read_text(encoding="utf-8").split())
+
+
+def test_numbers_without_a_row_stand_on_their_page():
+    numbers = pd.read_csv(reference.FOLDER / "numbers.csv", dtype=str)
+    for _, row in numbers.iterrows():
+        alone = rf"(?<![\d.]){re.escape(row['number'])}(?![\d]|\.\d)"
+        assert re.search(alone, reference_page(row["page"])), row["what"]
+    assert numbers["source"].str.fullmatch(r"[\w/]+ at [0-9a-f]{7}").all()
+
+
+def test_scores_and_how_they_predict_rewards():
+    text, scores = (
+        reference_page("searches.md"),
+        pd.read_csv(reference.FOLDER / "alignment.csv").dropna(subset="reward"),
+    )
+    of = {name: rows.set_index("score") for name, rows in scores.groupby("environment")}
+    webshop, frozenlake = of["webshop"], of["frozenlake"]
+    shown = re.findall(r"\| ([^|]+) \| (\.\d{3}) \| (-?\.\d{3}) \| (\.\d{3}) \| (-?\.\d{3}) \|", text)
+    for score, *values in shown:
+        rows = webshop.loc[score], frozenlake.loc[score]
+        assert [float(value) for value in values] == [row[name] for row in rows for name in ("reward", "rho")]
+    assert len(shown) == 9
+    correlations = [rows["reward"].corr(rows["rho"], method="spearman") for rows in (webshop, frozenlake)]
+    at_webshop, at_frozenlake = (f"{value:.2f}".lstrip("0") for value in correlations)
+    said = (
+        f"{at_webshop} over {len(webshop)} scores on WebShop and {at_frozenlake} over {len(frozenlake)} on FrozenLake"
+    )
+    assert said in text
+
+
+def test_scores_of_a_judge_are_those_of_their_rows():
+    scores = pd.read_csv(reference.FOLDER / "alignment.csv", dtype=str, keep_default_na=False)
+    for _, row in scores[scores["family"] != "look-up"].iterrows():
+        shown = f"{row['rho']} [{row['rho_low']}, {row['rho_high']}]" if row["rho_low"] else row["rho"]
+        if row["answers"]:
+            top = row["top_1"] if row["rho"] else "–"
+            shown = f"{shown or '–'} | {top} | {int(row['unread']):,} of {int(row['answers']):,} |"
+        assert re.sub(r"\b0\.", ".", shown) in reference_page("judges.md"), row["score"]
+
+
+def test_shares_of_siblings_are_of_their_pairs():
+    siblings = pd.read_csv(reference.FOLDER / "siblings.csv")
+    shops = siblings[siblings["split"] == "ten shops"]
+    right = (shops["right"] * shops["pairs"]).groupby(shops["score"]).sum() / shops.groupby("score")["pairs"].sum()
+    order = ["log-probability", "QNet by Eq. 11", "QNet by the last token", "QNet with rank weight"]
+    shares = " | ".join(f"{right[score]:.3f}".lstrip("0") for score in order)
+    assert f"| pairs ordered right | {shares} |" in reference_page("README.md")
 
 
 @pytest.mark.parametrize(("stage", "last"), [("build_trees.py", 13), ("q_search.py", 11)])
