@@ -1,4 +1,4 @@
-"""The five scripts on a lake of sixteen cells, also killed and by several processes; and in a fresh clone."""
+"""The five scripts on a lake of sixteen cells, also killed and by several processes; in a fresh clone; installed."""
 
 import importlib
 import os
@@ -152,3 +152,23 @@ def test_the_first_command_works_in_a_fresh_clone(cloned, agent, tmp_path):
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert ("runs/webshop/sft is missing" in done.stdout) != cloned
     assert len(list(read_trees(run / "trees.jsonl"))) == 2
+
+
+def test_stages_run_from_a_wheel(tmp_path):
+    site = tmp_path / "site"
+
+    def run(*arguments):
+        environment = os.environ | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path)}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    ignored = shutil.ignore_patterns(".*", "tests", "docs", "runs", "generated", "__pycache__")
+    shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+    run("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site), "./source")
+    assert {path.name for path in site.glob("*.py")} == {path.name for path in ROOT.glob("*.py")}
+    played = run("-m", "experiments.compare", "--env", "frozenlake", "--method", "expert", "rule", "--limit", "2")
+    assert "expert: mean reward" in played and (tmp_path / "runs" / "frozenlake" / "results.jsonl").exists()
+    run("-m", "reporting", "--run", "runs/frozenlake")
+    run("-c", "import gymnasium; gymnasium.make('envs:qlass/FrozenLake-v0').reset()")
