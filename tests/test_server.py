@@ -255,11 +255,10 @@ def test_a_reply_that_is_good(fake, reply):
         (r"\\ud83d \u00e9 \"", '\\ud83d \u00e9 "'),
     ],
 )
-def test_half_a_character_of_a_reply_is_replaced(said, read):
-    body = json.dumps(choice("SAID")).replace("SAID", said).encode()
-    with serving(lambda _: (200, body)) as url:
-        (text,) = texts(ServerPolicy(url, CHAT), request())
-        assert text.encode().decode() == read
+def test_half_a_character_of_a_reply_is_replaced(fake, said, read):
+    fake.script += [json.dumps(choice("SAID")).replace("SAID", said).encode()]
+    (text,) = texts(ServerPolicy(fake.url, CHAT), request())
+    assert text.encode().decode() == read
 
 
 def test_a_chat_model_answers_what_a_policy_does(fake):
@@ -462,12 +461,10 @@ SEEDS = [("Action: left", "ignores seeds"), ("left {seed}", ""), ("left {count}"
 
 
 @pytest.mark.parametrize(("text", "problem"), SEEDS)
-def test_a_server_whose_seeds_do_nothing_is_told_of(capsys, text, problem):
-    def answer(body: dict) -> tuple:
-        return 200, choice(text.format(**body, count=next(COUNT)) if body["temperature"] == 2 else "left")
-
-    with serving(answer) as url:
-        assert texts(ServerPolicy(url, CHAT), request(4)) == ["left"] * 4  # of which an agent may be sure
+def test_a_server_whose_seeds_do_nothing_is_told_of(fake, capsys, text, problem):
+    fake.first = lambda body: choice(text.format(**body, count=next(COUNT)))
+    fake.script += [choice("left")] * 4  # of which an agent may be sure
+    assert texts(ServerPolicy(fake.url, CHAT), request(4)) == ["left"] * 4
     warning = capsys.readouterr().err
     assert problem in warning if problem else not warning
 
