@@ -18,7 +18,7 @@ import torch
 import transformers as hf
 from fakes import FakeEnv, dump, tiny_lm, word_chat
 from safetensors.torch import load_file, save_file
-from test_parity import SMALL, tiny
+from test_tokens import SMALL, tiny
 from test_train_qnet import labelled_tree
 from torch import nn
 
