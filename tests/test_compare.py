@@ -105,6 +105,7 @@ def test_paraphrased_candidates(search, monkeypatch):
     asked = []
     with pytest.raises(UserError, match="--paraphrase: there are no rules for fake"):
         search("--method", "likeliest", "-M", "3", "--paraphrase", "0")
+    monkeypatch.setattr(FakeEnv, "instruction", "walk find the purse")  # whose words are changed
     monkeypatch.setitem(RULES, "fake", lambda task, n: asked.append(n) or f"{'the ' * n}{task}")
     lines = search("--method", "likeliest", "-M", "3", "--paraphrase", "0")
     assert {line["label"] for line in lines} == {"paraphrased"}
