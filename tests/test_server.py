@@ -333,25 +333,25 @@ def test_a_setting_is_not_left_out(fake, capsys):
         fake.first = 400
 
 
-@pytest.mark.parametrize("kind", ["chat", "sample", "score", "judge"])
+@pytest.mark.parametrize("kind", ASK)
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_what_is_refused_of_a_server_that_answers_is_the_answer(fake, kind, status, pauses):
     fake.script += [(status, {"error": {"message": "against our\nrules"}})]
-    if kind == "judge":  # whose reply cannot be read
-        judge = ChatPolicy(fake.url, "--judge", 7)
-        assert [c.text for c in judge.sample([request(2)])[0]] in (["", "yes"], ["yes", ""])
-        fake.script += [status]
-        assert judge.valid_logprobs([Sample(STATE, 1, (), 1.0, ("A", "B"))])[0].tolist() == [-math.inf] * 2
-        return
-    if kind == "sample":
-        answer = refusal_in(ServerPolicy(fake.url, CHAT).sample([request(2)]))
-    elif kind == "score":
-        answer = refusal_in(ServedQNet(Server(fake.url), CHAT).score([SIBLINGS]))
-    else:  # of a question by itself
+    if kind == "chat":  # of a question by itself
         with pytest.raises(Refused) as error:
-            Server(fake.url).chat(QUESTION)
+            ASK[kind](fake.url)
         answer = error.value
+    else:
+        answer = refusal_in(ASK[kind](fake.url))
     assert f"Error code: {status}" in str(answer) and "against our rules" in str(answer) and not pauses
+
+
+def test_what_a_judge_is_refused_cannot_be_read(fake):
+    judge = ChatPolicy(fake.url, "--judge", 7)
+    fake.script += [422]
+    assert sorted(c.text for c in judge.sample([request(2)])[0]) == ["", "yes"]
+    fake.script += [422]
+    assert judge.valid_logprobs([Sample(STATE, 1, (), 1.0, ("A", "B"))])[0].tolist() == [-math.inf] * 2
 
 
 def test_a_refused_task_is_an_outcome_and_the_others_are_played(fake, fake_world, tmp_path, capsys):
