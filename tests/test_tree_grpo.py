@@ -1,4 +1,4 @@
-"""Tree-GRPO: how forests grow, what leaves are worth, the loss by hand, packed training against the plain form."""
+"""Tree-GRPO and turn-level PPO: how forests grow, what turns are worth, packed training against the plain form."""
 
 import dataclasses
 import itertools
@@ -7,11 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
+from fakes import WORLD, FakeEnv, Script, dump, path_of, run, say, tiny_backbone, tiny_lm, word_chat
+from test_bellman import tree_by_hand
 from torch.testing import assert_close
 
 import envs
-from experiments import tree_grpo
+from bellman import label
+from experiments import ppo, tree_grpo
 from experiments.decisions import Decision, pack_decisions
 from experiments.learning import Learner
 from experiments.tree_grpo import Trajectory, advantages, batches, forest
@@ -19,6 +21,7 @@ from qlass.batching import Sample, drive
 from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.messages import State
+from train_qnet import QNet
 
 
 def grow(M, N, L, key=("k",), script=None):
@@ -187,3 +190,82 @@ def test_probabilities_are_those_of_the_tokens_that_were_sampled(limit, valid):
     assert len(set(total.tolist())) > 1
     assert entropy.min() > 0 and entropy.max() < np.log(len(valid) or len(chat.tokenizer))
     assert valid or any(len(c.ids) != len(chat.action(c.text, "find")) for c in drawn)  # read anew they would be others
+
+
+# -------------------------------------------------------------------------------------- PPO and its critic, by turns
+
+VALID = ("Action: left", "Action: right")
+
+
+def walk(reward, *observations, forced=()):
+    """A walk to the left through these pages; in the `forced` ones there is one valid action."""
+    state, decisions = State((("user", "walk"),), "find"), []
+    for t, observation in enumerate(observations):
+        state = State((*state.messages, ("user", observation)), "find")
+        decisions.append(Decision(state, VALID[0], VALID[: 1 if t in forced else 2]))
+        state = State((*state.messages, ("assistant", VALID[0])), "find")
+    return Trajectory(tuple(decisions), reward)
+
+
+def test_advantages_and_the_critics_loss_by_hand():
+    # A_3 = 1 - .4; A_2 = .5 x .4 - .2 + .25 A_3; A_1 = .5 x .2 - .5 + .25 A_2
+    np.testing.assert_allclose(ppo.gae([0.5, 0.2, 0.4], 1.0, 0.5, 0.5), [-0.3625, 0.15, 0.6])
+    np.testing.assert_allclose(ppo.gae([0.5, 0.2, 0.4], 1.0, 1.0, 1.0), [0.5, 0.8, 0.6])  # R - V
+    np.testing.assert_allclose(ppo.gae([0.5, 0.2, 0.4], 1.0, 0.9, 0.0), [0.9 * 0.2 - 0.5, 0.9 * 0.4 - 0.2, 0.6])
+    V, old, target = torch.tensor([0.5, 0.9, 0.1]), torch.tensor([0.4, 0.4, 0.4]), torch.tensor([1.0, 1.0, 1.0])
+    # within the clip; beyond it V would count as .6; away from the target V itself is worse than .2
+    assert_close(ppo.value_loss(V, old, target), torch.tensor([0.5**2, 0.4**2, 0.9**2]) / 2)
+
+
+def test_forced_steps_are_no_turns():
+    short, long = walk(1.0, "start", "left"), walk(1.0, "start", "walk", "left", forced=[1])
+    values = {decision.state: 0.5 for t in (short, long) for decision in t.decisions if not decision.forced}
+    (a,), (b,) = (ppo.advantages([t], values, 0.9, 0.8) for t in (short, long))
+    assert a.tolist() == b[[0, 2]].tolist() and np.isnan(b[1])
+    ((white,),) = ppo.whitened([[b]])
+    assert white[1] == 0 and white[[0, 2]] == pytest.approx([-1, 1], abs=1e-4)
+
+
+@pytest.mark.parametrize("candidates", ["valid", "free"])
+def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidates):
+    chat = word_chat(candidates=candidates, temperature=1.0, max_new_tokens=4)
+    model = tiny_lm(chat, initializer_range=0.15)
+    growing = (forest(FakeEnv(), f"train{i}", 3, 0, 0, chat.rendering, (i,)) for i in range(2))
+    groups = list(drive(growing, {Sample: FastPolicy(model, chat).sample}))
+    critic = QNet(tiny_backbone(chat, 1), chat, hidden=16).train()
+    learner = Learner(model, model, chat, 1e-3)
+    learner.room = 20
+    values = ppo.values_of(critic, chat, groups, learner.room)
+
+    def plain(state):
+        return critic(input_ids=torch.tensor([chat.prompt(state)]), use_cache=False)[0, -1]
+
+    assert values == pytest.approx({state: plain(state).item() for state in values}, abs=1e-5)
+    A = [[steps + 0.3 for steps in ppo.advantages(group, values, 0.9, 0.8)] for group in groups]
+    losses = []
+    for t, steps in zip(itertools.chain(*groups), itertools.chain(*A), strict=True):
+        for decision, a in zip(t.decisions, steps, strict=True):
+            v = torch.tensor(values[decision.state])
+            losses.append(ppo.value_loss(plain(decision.state), v, v + a))
+    torch.stack(losses).mean().backward()
+    expected = [p.grad.clone() for p in critic.parameters()]
+    critic.zero_grad()
+    ppo.criticise(critic, batches(learner, groups, ppo.whitened(A)), ppo.returns(groups, A, values))
+    assert_close([p.grad for p in critic.parameters()], expected, atol=1e-5, rtol=1e-3)
+
+
+def test_the_critic_begins_with_the_mean_reward_below_a_state(tmp_path):
+    chat, labels = word_chat(candidates="valid", temperature=1.0), tmp_path / "labels.jsonl"
+    other = [n | {"task_id": "u", "reward": 0.0} for n in tree_by_hand()]  # of the same states
+    labels.write_text(dump([*label(tree_by_hand(), "avg", 0.9), *label(other, "avg", 0.9)]))
+    critic = QNet(tiny_backbone(chat), chat, hidden=32).train()
+    learner = Learner(tiny_lm(chat), None, chat, 1e-3)
+    learner.optimizer.add_param_group({"params": [*critic.parameters()], "peak": 3e-3})
+    before = {name: p.clone() for name, p in learner.model.named_parameters()}
+    for _ in range(60):
+        tokens = ppo.warm_up(learner, critic, labels, 200)
+    ((tree, rewards),) = ppo.labelled_states(chat, labels, 10**6)
+    assert tokens == 3 * len(tree)  # a state that comes again is read once
+    means = torch.tensor([1.7 / 3, 0.75]) / 2
+    assert_close(ppo.state_values(critic, tree, torch.tensor(list(rewards))), means, atol=0.06, rtol=0)
+    assert all(torch.equal(before[name], p) for name, p in learner.model.named_parameters())
