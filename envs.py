@@ -32,12 +32,12 @@ from typing import Any
 import gymnasium
 
 from environments import code_of, fair_order, fingerprint
-from environments.guard import Guarded, build, options_of
+from environments.guard import Guarded, build, describe_options, options_of
 from environments.hooks import Hooks
 from environments.rules import check
 from environments.spaces import AnyText
 from qlass import UserError
-from qlass.config import Run, begun_with
+from qlass.config import MORE_HELP, Run, begun_with
 from qlass.files import warn
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
@@ -198,6 +198,8 @@ def environment_class(name: str) -> type[TextEnv]:
         raise UserError(f"--env {name}: {kind} is no class that is derived from envs.TextEnv")
     return environment
 
+
+MORE_HELP.append(lambda name: describe_options(name, environment_class(name)))
 
 CHECKED = set(ENVIRONMENTS)  # by tests; others are checked at their first use
 

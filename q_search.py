@@ -139,6 +139,10 @@ class Method:
             return list(uniforms(len(actions), "random", self.seed, *key))
         return [math.nan] * len(actions)  # null in the file: the first is taken
 
+    def greedy(self) -> Method:
+        """The agent without this search, which --show plays beside it."""
+        return Method("greedy", temperature=0.0)
+
     @property
     def needs_q(self) -> bool:
         return "q" in (self.by, self.select)

@@ -21,9 +21,7 @@ from __future__ import annotations
 # qlass comes first: it says in one line which packages are missing.
 from qlass import UserError, agent, files, models, processes, runs  # isort: skip
 
-import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
-from qlass.batching import Score
+from qlass.batching import Score, finite
 from qlass.chat import Chat
 from qlass.config import Positive, Prompt, Real, Training, begun_with, free, read, run_stage
 from qlass.messages import State
@@ -103,14 +101,7 @@ class QNet(nn.Module):
         """Q(s, a) of each request's actions: the value at the action's last token."""
         self.eval()
         scores = [[float(self.values(r.state, a)[-1]) for a in r.actions] for r in requests]
-        return self.finite(scores)
-
-    @staticmethod
-    def finite(scores: list[list[float]]) -> list[list[float]]:
-        """These scores. UserError for what no argmax may be taken of."""
-        if not all(map(math.isfinite, itertools.chain(*scores))):
-            raise UserError("QNet's values are not finite, so its training has diverged")
-        return scores
+        return finite(scores)
 
     def save_pretrained(self, folder: Path) -> None:
         """Backbone and tokenizer as HuggingFace has them, head.safetensors, qnet.json."""

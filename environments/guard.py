@@ -243,20 +243,17 @@ def unknown_option(name: str, options: list[str]) -> str:
     return f"there is no option {name}, but {', '.join(options) or 'none'}{hint}"
 
 
-def describe_options(name: str) -> str:
+def describe_options(name: str, kind: Any) -> str:
     """For --help: the options of an environment with their defaults, and what its class says of them."""
-    from envs import environment_class
-
-    kind = environment_class(name)
     options = []
     for option, parameter in inspect.signature(kind).parameters.items():
-        told = type(parameter.default) in (bool, int, float, str) and parameter.default != math.inf
-        options.append(f"{option}={json.dumps(parameter.default)}" if told else option)
+        simple = type(parameter.default) in (bool, int, float, str) and parameter.default != math.inf
+        options.append(f"{option}={json.dumps(parameter.default)}" if simple else option)
     title = f"--env-option of {name}: {', '.join(options) or 'none'}"
     about = re.sub(r"(?m)\n(?!\n|\w+: )", " ", inspect.cleandoc(vars(kind).get("__doc__") or ""))
     width = shutil.get_terminal_size().columns - 2
     rows = [textwrap.fill(row, width) for row in (title, *filter(None, about.split("\n")))]
-    return textwrap.indent("\n".join(rows), "  ")
+    return "\n" + textwrap.indent("\n".join(rows), "  ")
 
 
 def options_of(kind: Any, texts: list[str], others: Collection[str] = ()) -> tuple[list[str], dict[str, Any]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qlass import Refused
+from qlass import Refused, UserError
 from qlass.chat import Rendering
 from qlass.messages import State, react
 
@@ -35,6 +36,13 @@ class Score:
 
     state: State
     actions: tuple[str, ...]
+
+
+def finite(scores: list[list[float]]) -> list[list[float]]:
+    """These values of a QNet. UserError for what no argmax may be taken of."""
+    if not all(map(math.isfinite, itertools.chain(*scores))):
+        raise UserError("QNet's values are not finite, so its training has diverged")
+    return scores
 
 
 class LogProb(Score):

@@ -164,6 +164,9 @@ class Training(Memory):
 FORM = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 
 
+MORE_HELP: list[Callable[[str], str]] = []  # what envs.py says of an environment's options
+
+
 def parse(
     kind: type[C], argv: Sequence[str] | None, default: C | None = None, doc: str | None = None
 ) -> C:
@@ -186,9 +189,7 @@ def parse(
         first_words = (doc or "").strip().split("\n\n")[:3]  # what it does, an example, files
         print(*first_words, tidy(output.getvalue()), sep="\n\n")
         if env := getattr(start, "env", None):
-            from environments.guard import describe_options
-
-            print("", describe_options(env), sep="\n")
+            print(*(describe(env) for describe in MORE_HELP), sep="\n")
         raise
     check_bounds(config)
     return config

@@ -35,8 +35,11 @@ def tree_records(env: Any, task_id: str, root: Any) -> list[dict]:
 
 def tree_metrics(records: list[dict]) -> dict[str, Any]:
     """For the metadata: counts, and the mean reward of the agent's leaves."""
-    leaves = [n for n in records if (n["done"] or "cut" in n) and n["source"] == "policy"]
-    rewards = [node.get("cut", node["reward"]) for node in leaves]
+    rewards = []
+    for node in records:
+        is_leaf = node["done"] or "cut" in node
+        if is_leaf and node["source"] == "policy":
+            rewards.append(node.get("cut", node["reward"]))
     return {
         "trees": len({node["task_id"] for node in records}),
         "nodes": len(records),

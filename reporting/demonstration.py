@@ -91,9 +91,9 @@ def replay(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iterat
         yield f"  {number + 1:3} {textwrap.shorten(parse_action(text), WIDTH - 6, placeholder=' ...')}"
         yield f"      {textwrap.shorten(answer, WIDTH - 6, placeholder=' ...')}"
         yield from (f"      <- {mark}" for mark in marks)
-    told = "nothing is recorded" if demonstration.reward is None else f"{demonstration.reward:g} is recorded"
+    record = "nothing is recorded" if demonstration.reward is None else f"{demonstration.reward:g} is recorded"
     end = "" if done else ", and the episode was not over"
-    yield f"replaying them earned {reward:g}, {told}{end}; {differ} answers are not the recorded ones"
+    yield f"replaying them earned {reward:g}, {record}{end}; {differ} answers are not the recorded ones"
 
 
 def main(argv: list[str] | None = None) -> None:

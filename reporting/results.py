@@ -242,16 +242,16 @@ def tables_of(groups: Sequence[Group]) -> list[list[Group]]:
 def protocol(groups: Sequence[Group]) -> dict[str, Any]:
     """What the numbers of these rows mean: what their files' metadata and lines tell, several values as a list."""
     episodes = pd.concat([group.episodes for group in groups])
-    told: dict[str, list] = {}
+    fields: dict[str, list] = {}
     for path in episodes["file"].unique():
         for name, value in meta_of(path).get("protocol", {"not told by": str(path)}).items():
-            if value not in told.setdefault(name, []):
-                told[name].append(value)
+            if value not in fields.setdefault(name, []):
+                fields[name].append(value)
     tasks = {}
     for split, rows in episodes.groupby("split"):
         ids = "".join(f"{task}\n" for task in sorted(rows["task"].unique()))
         tasks[split] = {"n": rows["task"].nunique(), "sha256": hashlib.sha256(ids.encode()).hexdigest()[:16]}
-    shared = {name: values[0] if len(values) == 1 else values for name, values in told.items()}
+    shared = {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
     methods, seeds = [str(group.condition) for group in groups], sorted(map(int, episodes["seed"].unique()))
     return shared | {"tasks": tasks, "seeds": seeds, "methods": methods}
 

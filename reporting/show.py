@@ -35,10 +35,10 @@ def paint(text: str, code: str) -> str:
 
 def bar(score: float | None, scores: Sequence[float | None]) -> str:
     """A score as a bar, which tells it from the step's others, and as a number; nothing for a step without scores."""
-    known = [value for value in scores if value is not None and math.isfinite(value)]
-    if score is None or score not in known:
+    numbers = [value for value in scores if value is not None and math.isfinite(value)]
+    if score is None or score not in numbers:
         return ""
-    least, most = min(known), max(known)
+    least, most = min(numbers), max(numbers)
     share = (score - least) / (most - least) if most > least else 1.0
     return f"{'█' * round(1 + (BAR - 1) * share):{BAR}} {score:.3f}"
 
@@ -48,8 +48,6 @@ def bar(score: float | None, scores: Sequence[float | None]) -> str:
 
 def show(config: Any, env: Any, tasks: list[str], plan: Sequence[Any], chat: Any, models: Models) -> None:
     """Print an episode of each method of the plan. Nothing is written."""
-    from q_search import Method
-
     if not tasks:
         raise UserError("no tasks are left: mind --split, --skip and --limit")
     for method in plan:
@@ -65,10 +63,9 @@ def show(config: Any, env: Any, tasks: list[str], plan: Sequence[Any], chat: Any
             print(row)
         print(paint(f"{method}: reward {best['reward']:.3g} after {best['n_steps']} steps", "1;36"))
         if method.M > 1:
-            print(told(best))
+            print(count_of_choices(best))
         if method.name != "greedy" and Sample in models and isinstance(chat, Chat):
-            greedy = Method("greedy", temperature=0.0)
-            (rival,) = outcomes(config, env, greedy, [best["task_id"]], chat, models)
+            (rival,) = outcomes(config, env, method.greedy(), [best["task_id"]], chat, models)
             print(compared(env, best, rival))
         print()
 
@@ -88,9 +85,9 @@ def outcomes(
     tried = tasks[: TRIED if method.M > 1 else 1]
     title = f"{method}: looking for choices"
     for first in tqdm(range(0, len(tried), width), title, leave=False, disable=len(tried) == 1):
-        some = tried[first : first + width]
-        lines = {line["task_id"]: line for line in drive(map(played, some), models, width)}
-        yield from (lines[task_id] for task_id in some)
+        batch = tried[first : first + width]
+        lines = {line["task_id"]: line for line in drive(map(played, batch), models, width)}
+        yield from (lines[task_id] for task_id in batch)
 
 
 def choices(line: dict) -> list[int]:
@@ -138,7 +135,7 @@ def candidates_of(step: dict) -> Iterator[str]:
         yield "  " + (paint(f"> {row}", "32") if candidate["action"] == step["action"] else f"  {row}")
 
 
-def told(line: dict) -> str:
+def count_of_choices(line: dict) -> str:
     """In how many steps there was a choice."""
     steps = choices(line)
     if not steps:

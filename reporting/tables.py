@@ -106,8 +106,8 @@ def notes(rows: Sequence[Group]) -> list[str]:
 
 def protocols(groups: Sequence[Group]) -> list[str]:
     """A line for each environment: what its numbers mean."""
-    told = {rows[0].condition.env: protocol(rows) for rows in tables_of(groups)}
-    lines = [f"Protocol of {env}: {json.dumps(fields, ensure_ascii=False)}" for env, fields in told.items()]
+    fields_of = {rows[0].condition.env: protocol(rows) for rows in tables_of(groups)}
+    lines = [f"Protocol of {env}: {json.dumps(fields, ensure_ascii=False)}" for env, fields in fields_of.items()]
     return [" ".join(line.split()) for line in lines]
 
 

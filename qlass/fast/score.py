@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qlass.batching import Score
+from qlass.batching import Score, finite
 from qlass.fast.cache import Pair, PromptCache, Question, Reading, batch_for, room_for, unread
 
 
@@ -27,7 +27,7 @@ class FastQNet:
         pairs = [(r.state, action) for r in requests for action in r.actions]
         for pair, _, values in unread(self.qnet.chat, pairs, self.memory, self.read):
             self.memory[pair] = float(values[-1])
-        return self.qnet.finite([[self.memory[r.state, action] for action in r.actions] for r in requests])
+        return finite([[self.memory[r.state, action] for action in r.actions] for r in requests])
 
     def read(self, questions: list[Question]) -> Iterator[Reading]:
         """`PromptCache.read` of QNet's values."""

@@ -46,7 +46,9 @@ class ServerPolicy:
         self.parallel = parallel
         self.server = Server(url)
         self.computed = 0  # tokens read and written, as the server counts them
-        others = [chat.tokenizer.decode([t]) for t in sorted(chat.stop_ids - {chat.stop_id})]
+        others = []
+        for token in sorted(chat.stop_ids - {chat.stop_id}):
+            others.append(chat.tokenizer.decode([token]))
         self.ends = [text.strip() for text in (chat.stop, *others)]
         chat.context = min(chat.context, self.server.context)
         self._try_seeds()
@@ -73,7 +75,8 @@ class ServerPolicy:
             return
         jobs = self._jobs(FIXED)
         found = [self._logprob(job) for job in jobs]
-        errors = np.abs(np.subtract(found, fingerprint)) / [len(ids) for _, ids in jobs]
+        tokens = [len(ids) for _, ids in jobs]
+        errors = np.abs(np.subtract(found, fingerprint)) / tokens
         if np.isnan(errors).any():
             problem = "tells no log-probabilities of a prompt: whether it has these weights"
             warn(f"{self.server.name} {problem} is not known")
@@ -92,7 +95,10 @@ class ServerPolicy:
                 u = uniforms(1, self.seed, *r.key, k)[0]
                 jobs.append(body | {"seed": int(u * 2**31)})
         replies = iter(side_by_side(self.server.complete, jobs, self.parallel))
-        return [[self._candidate(next(replies)) for _ in range(r.n)] for r in requests]
+        answers = []
+        for request in requests:
+            answers.append([self._candidate(next(replies)) for _ in range(request.n)])
+        return answers
 
     def _body(self, state: State, temperature: float) -> dict[str, Any]:
         """A request of an action; each setting, else a default of the server's would act."""
@@ -164,7 +170,8 @@ class ChatPolicy:
 
         def reply(job: tuple[Sample, int]) -> Candidate:
             request, k = job
-            seed = int(uniforms(1, self.seed, *request.key, k)[0] * 2**31)
+            noise = uniforms(1, self.seed, *request.key, k)
+            seed = int(noise[0] * 2**31)
             options = {"temperature": request.temperature, "seed": seed}
             options["max_tokens"] = self.max_tokens
             try:

@@ -1,14 +1,13 @@
 """QNet on a server, such as vLLM with integrations/vllm_qnet.py: `--qnet URL[#MODEL]`."""
 
 import base64
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qlass import UserError
-from qlass.batching import Score
+from qlass.batching import Score, finite
 from qlass.chat import Chat, Rendering
 from qlass.models import load_chat
 from qlass.optional.foreign import FIXED, fits
@@ -85,6 +84,5 @@ def value_of(embedding: str) -> float:
     if len(numbers) != 1:
         problem = f"gives {len(numbers)} numbers for a text, where a QNet gives one"
         raise UserError(f"{problem}: serve the folder that train_qnet.py wrote")
-    if not math.isfinite(numbers[0]):
-        raise UserError("QNet's values are not finite, so its training has diverged")
+    finite([numbers])
     return numbers[0]

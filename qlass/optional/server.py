@@ -80,8 +80,8 @@ class Server:
         self.context: float = min(sizes, default=math.inf)
 
     def _connect(self, address: str) -> Any:
-        """A client. UserError for what no second try mends: a bad key, address or proxy, and https
-        where http is served."""
+        """A client of one server. UserError for a fault that another try would meet again: a bad
+        key, address or proxy, or https where http is served."""
         key = os.environ.get("OPENAI_API_KEY") or "none"
         if not re.fullmatch("[!-~]+", key):
             raise UserError("OPENAI_API_KEY holds a space, a line end or a letter beyond ASCII")
