@@ -25,7 +25,8 @@ class Vote(Method):
         steps: Episode = []
         done = False
         while not done:
-            key = (task_id, 0, len(steps))  # of the random numbers: the same as the other methods' first episode
+            # The key of the random numbers: with episode 0 the draws are those of the other methods' first episode.
+            key = (task_id, 0, len(steps))
             drawn = yield ask(env, state, self.M, key, chat.rendering)  # a ~ pi(a | s), M times
             texts = [candidate.text for candidate in drawn]
             votes = Counter(env.canonical(parse_action(text)) for text in texts)
