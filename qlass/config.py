@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import re
-import shutil
 import sys
-import textwrap
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
-from unittest import mock
 
 import tyro
 from tyro.conf import Suppress, UseAppendAction, arg
@@ -174,62 +172,25 @@ def parse(
 
     UserError, in one line, for flags that it does not have.
     """
-    argv = [at_home(word) for word in (sys.argv[1:] if argv is None else argv)]
+    home = os.path.expanduser("~/")
+    words = sys.argv[1:] if argv is None else argv
+    words = [word.replace("=~/", f"={home}") for word in words]  # no shell does it behind an =
     start = kind() if default is None else default
-    errors, output = io.StringIO(), io.StringIO()
+    command = functools.partial(
+        tyro.cli, kind, args=words, default=start, description=" ", config=FORM
+    )
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.redirect_stderr(errors))
-            stack.enter_context(contextlib.redirect_stdout(output))
-            stack.enter_context(mock.patch.dict(os.environ, COLUMNS="999"))  # no line is broken
-            config = tyro.cli(kind, args=argv, default=start, description=" ", config=FORM)
-    except SystemExit as stop:
-        if stop.code:
-            raise UserError(one_line(errors.getvalue())) from None
-        first_words = (doc or "").strip().split("\n\n")[:3]  # what it does, an example, files
-        print(*first_words, tidy(output.getvalue()), sep="\n\n")
+        with contextlib.redirect_stderr(io.StringIO()):  # some mistakes are printed nonetheless
+            config = command(console_outputs=False)
+    except SystemExit:
+        from qlass.optional import usage
+
+        usage.explain(command, doc)
         if env := getattr(start, "env", None):
             print(*(describe(env) for describe in MORE_HELP), sep="\n")
         raise
     check_bounds(config)
     return config
-
-
-def at_home(word: str) -> str:
-    """A word of a command with the home folder for ~, which no shell puts in behind an =."""
-    return re.sub(r"(?<![^=])~[^/=]*(?=/|$)", lambda home: os.path.expanduser(home[0]), word)
-
-
-def rows_of(panel: str) -> list[str]:
-    """What stands in a panel that tyro prints, between its first and its second rule."""
-    rows = [row.strip() for row in panel.splitlines()]
-    rules = [i for i, row in enumerate(rows) if row.startswith("---")] + [len(rows)]
-    return rows[rules[0] + 1 : rules[1]]
-
-
-def one_line(message: str) -> str:
-    """What tyro says of a mistake, and the flag that was perhaps meant."""
-    rows = [row.strip() for row in message.splitlines()]
-    hint = "--help lists the flags"
-    if "Perhaps you meant:" in rows:
-        meant = rows.index("Perhaps you meant:") + 1
-        hint = f"perhaps you meant {rows[meant]}"
-    return f"{' '.join(filter(None, rows_of(message)))} ({hint})"
-
-
-def tidy(help_text: str) -> str:
-    """tyro's list of flags: a paragraph each, with its default where there is one."""
-    width = shutil.get_terminal_size().columns
-    flags: list[str] = []
-    for row in help_text.splitlines():
-        if not row.startswith("  "):  # a title, or a rule
-            continue
-        name, _, text = ("", "", row) if row.startswith("   ") else row.strip().partition("  ")
-        if name:
-            name = name.partition(", --M")[0].partition(", --N")[0]
-            flags.append(f"  {name:26} ")
-        flags[-1] += re.sub(r" ?\(default: (None|False|)\)", "", text).strip()
-    return "\n".join(textwrap.fill(text, width, subsequent_indent=" " * 29) for text in flags)
 
 
 def read(kind: type[R], doc: str | None, argv: Sequence[str] | None) -> R:

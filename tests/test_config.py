@@ -25,6 +25,7 @@ MODULES = [*STAGES, *(importlib.import_module(f"experiments.{name}") for name in
 MISTAKES = [
     (q_search, ["--methd", "qlass"], "--methd.*perhaps you meant --method"),
     (q_search, ["-M", "2", "0"], "-M 0: 1 or more is expected"),
+    (q_search, ["-M", "2", "x"], "Error parsing -M"),
     (build_trees, ["--top-p", "1.5"], "--top-p 1.5: 0.01 to 1 is expected"),
     (bellman, ["--gamma", "nan"], "--gamma nan: 0 to 1 is expected"),
     (train_qnet, ["--lora", "0"], "--lora 0: 1 or more is expected"),
@@ -33,10 +34,10 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("stage", "flags", "says"), MISTAKES)
-def test_a_mistake_is_one_line(stage, flags, says):
+def test_a_mistake_is_one_line(stage, flags, says, capsys):
     with pytest.raises(UserError, match=says) as error:
         settings_of(stage, *flags)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and capsys.readouterr() == ("", "")
 
 
 def test_flags_of_every_kind():
@@ -45,9 +46,9 @@ def test_flags_of_every_kind():
     assert (config.method, config.M, config.N, config.show) == (("greedy", "qlass"), (2, 4), (), True)
     assert config.env_option == ("b=3",)  # of two of a name the last one
     assert settings_of(sft, "--env", "my.worlds:Maze").run == Path("runs/maze")
-    home = settings_of(q_search, "--run=~/run", "--sft", "~/sft", "--env-option", "data=~", "--stop", "a~b")
-    assert (home.run, home.sft, home.stop) == (Path.home() / "run", Path.home() / "sft", ("a~b",))
-    assert home.env_option == (f"data={Path.home()}",)
+    home = settings_of(q_search, "--run=~/run", "--env-option", "data=~/shop", "--stop", "a~b")
+    assert (home.run, home.stop) == (Path.home() / "run", ("a~b",))
+    assert home.env_option == (f"data={Path.home()}/shop",)
     trees = settings_of(build_trees, "--width", "2", "--limit", "9", "--device", "cpu")
     recipe = recipe_of(trees.recipe(), {})  # without what changes no byte
     assert recipe["width"] == 2 and not {"limit", "device", "run", "argv", "preset", "overwrite", "out"} & recipe.keys()
