@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qlass import UserError
-from qlass.files import check_reward, parts_of, records_of
+from qlass.files import parts_of, records_of
 
 SAVED = ("depth", "action", "observation", "reward", "done", "source", "branch", "expert")
 
@@ -68,10 +68,6 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
             fields = {*NODE, *required} - ({"messages"} if tree else set())
             if missing := sorted(fields - node.keys()):
                 raise UserError(f"{where}: no {missing[0]}; is this a file of trees?")
-            check_reward(node, "cut", where)
-            for name in {"reward", "q", "q_raw"} & node.keys():
-                if not isinstance(node[name], int | float):
-                    raise UserError(f"{where}: {name} can't be {node[name]!r:.40}")
             if node["parent_id"] not in names or node["node_id"] in names:
                 raise UserError(f"{where}: node {node['node_id']} is before its parent, or twice")
             names.discard(None)  # the root's parent
