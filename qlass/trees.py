@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qlass import UserError
-from qlass.files import parts_of, records_of
+from qlass.files import records_of
 
 SAVED = ("depth", "action", "observation", "reward", "done", "source", "branch", "expert")
 
@@ -57,10 +57,7 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
 
     required: fields of a node besides NODE; "messages" of the root alone.
     """
-    path = Path(path)
-    if not path.exists() and parts_of(path).exists():
-        raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
-    records = records_of(path)
+    records = records_of(Path(path))
     for task, lines in itertools.groupby(records, lambda record: record[1].get("task_id")):
         tree: list[dict] = []
         names = {None}
