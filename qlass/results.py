@@ -62,13 +62,6 @@ def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
     }
 
 
-def describe_refusal(task: str, reason: str) -> dict:
-    """The outcome of a task that a model's server refuses: a reward of 0, told as `refused`."""
-    line = {"task": task, "reward": 0.0, "success": False, "n_steps": 0, "unknown_actions": 0}
-    line |= {"refused": reason, "tokens": {"prompt": 0, "generated": 0, "scored": 0}}
-    return line | {"env_steps": 0, "resets": 0, "steps": []}
-
-
 def costs_of(
     chat: Chat, episodes: Sequence[Episode], scored: Callable[[Step], list[str]]
 ) -> dict[str, Any]:
@@ -176,8 +169,9 @@ def play(
         try:
             outcome = yield from method.play(fork, task_id, chat, episodes)
         except Refused as error:
-            _, info = fork.reset(options={"task_id": task_id})
-            outcome = describe_refusal(info["task"], str(error))
+            from qlass.optional.server import outcome_of_refusal
+
+            outcome = outcome_of_refusal(fork, task_id, str(error))
         fork.close()
         line = {"task_id": task_id, "type": env.task_type(task_id), "block": env.block(task_id)}
         line |= shared | method.settings() | {"seed": config.seed} | outcome

@@ -300,3 +300,20 @@ def side_by_side(function: Callable[[Any], Any], jobs: list, width: int) -> list
     no reply."""
     with ThreadPool(max(1, min(width, len(jobs)))) as pool:
         return list(pool.imap(or_refused(function), jobs))
+
+
+def outcome_of_refusal(env: Any, task_id: str, reason: str) -> dict[str, Any]:
+    """A result line of a task that the server refuses: a reward of 0, told as `refused`."""
+    _, info = env.reset(options={"task_id": task_id})
+    return {
+        "task": info["task"],
+        "reward": 0.0,
+        "success": False,
+        "n_steps": 0,
+        "unknown_actions": 0,
+        "refused": reason,
+        "tokens": {"prompt": 0, "generated": 0, "scored": 0},
+        "env_steps": 0,
+        "resets": 0,
+        "steps": [],
+    }
