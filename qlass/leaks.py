@@ -10,7 +10,7 @@ from typing import Any
 
 from qlass import UserError
 from qlass.files import sha256, warn
-from qlass.published import first_observation, tell_strangers
+from qlass.published import first_observation
 from qlass.runs import input_of, meta_of
 
 
@@ -94,7 +94,7 @@ def learned_tasks(
     return {"tasks": sorted(map(str, ids)), "begins": sorted(begins)}
 
 
-def leaks(env: Any, records: list[dict], sft: Path, qnet: Path | None) -> dict[str, int | None]:
+def leaks(env: Any, records: list[dict], sft: Path, qnet: Path) -> dict[str, int | None]:
     """How many of the played tasks the agent and QNet learned from (None: not known); warns of any.
 
     Results count that have tokens of the model. A task counts that was learned from under its id,
@@ -106,11 +106,9 @@ def leaks(env: Any, records: list[dict], sft: Path, qnet: Path | None) -> dict[s
     sources = ("demonstrations", sft, "generated"), ("trees", qnet, "scored")
     for source, checkpoint, cost in sources:
         played = {record["task_id"] for record in records if record["tokens"].get(cost)}
-        meta = meta_of(checkpoint.absolute()) if checkpoint else {"recipe": {}}
+        meta = meta_of(checkpoint.absolute())
         learned = meta.get("tasks") if of_same_world(meta["recipe"], env) else None
         begins = meta.get("begins") or []
-        if played and learned:
-            tell_strangers(learned, env, f"{source} of {checkpoint}")
         subjects = set(map(env.subject, learned or []))
         leaked = {task_id for task_id in played if env.subject(task_id) in subjects}
         for task_id in played - leaked if begins else ():
