@@ -42,13 +42,6 @@ class Bounds:
     low: float
     high: float = float("inf")
 
-    def __str__(self) -> str:
-        return (
-            f"{self.low:g} or more"
-            if self.high == float("inf")
-            else f"{self.low:g} to {self.high:g}"
-        )
-
 
 Natural = Annotated[int, Bounds(0)]
 Positive = Annotated[int, Bounds(1)]
@@ -70,7 +63,8 @@ def check_bounds(config: Any) -> None:
         for bounds in bounds_in(hint):
             for number in value if isinstance(value, tuple) else [value]:
                 if number is not None and not bounds.low <= number <= bounds.high:  # nan neither
-                    raise UserError(f"{flag(name)} {number}: {bounds} is expected")
+                    limits = f"{bounds.low:g} to {bounds.high:g}".replace("to inf", "or more")
+                    raise UserError(f"{flag(name)} {number}: {limits} is expected")
 
 
 def flag(name: str) -> str:
@@ -236,10 +230,6 @@ def begun_with(run: Path) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------- mistakes
 
 
-OUT_OF_MEMORY = "out of memory|allocate memory"  # of a GPU or a CPU
-FEWER = "--gradient-checkpointing, --lora 16, fewer --micro-tokens, --in-flight or --cache-gb"
-
-
 def run_stage(main: Callable[[], Any]) -> None:
     """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -251,20 +241,10 @@ def run_stage(main: Callable[[], Any]) -> None:
         print(text, file=sys.stderr)
         sys.exit(130)
     except (UserError, OSError, ModuleNotFoundError, RuntimeError) as error:
-        text = advice(error)
+        from qlass.optional import usage
+
+        text = usage.advice(error)
         if "--debug" in sys.argv or not text:
             raise
         print(f"error: {text}", file=sys.stderr)
         sys.exit(2)
-
-
-def advice(error: Exception) -> str:
-    """An error as one line that says what to do; nothing for a bug, which needs its traceback."""
-    text = str(error)
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, ModuleNotFoundError):
-        return f"{text}: pip install it"
-    if re.search(OUT_OF_MEMORY, text):
-        return f"out of memory: give {FEWER}"
-    return "" if isinstance(error, RuntimeError) else text

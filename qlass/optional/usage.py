@@ -1,4 +1,4 @@
-"""What a command prints instead of running: its --help, and a mistake in its flags."""
+"""What a command prints when it does not run: its --help, a mistake in its flags, an error."""
 
 import contextlib
 import io
@@ -11,6 +11,9 @@ from typing import Any
 from unittest import mock
 
 from qlass import UserError
+
+OUT_OF_MEMORY = "out of memory|allocate memory"  # of a GPU or a CPU
+FEWER = "--gradient-checkpointing, --lora 16, fewer --micro-tokens, --in-flight or --cache-gb"
 
 
 def explain(command: Callable[[], Any], doc: str | None) -> None:
@@ -55,3 +58,15 @@ def tidy(help_text: str) -> str:
             flags.append(f"  {name:26} ")
         flags[-1] += re.sub(r" ?\(default: (None|False|)\)", "", text).strip()
     return "\n".join(textwrap.fill(text, width, subsequent_indent=" " * 29) for text in flags)
+
+
+def advice(error: Exception) -> str:
+    """An error as one line that says what to do; nothing for a bug, which needs its traceback."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{text}: pip install it"
+    if re.search(OUT_OF_MEMORY, text):
+        return f"out of memory: give {FEWER}"
+    return "" if isinstance(error, RuntimeError) else text
