@@ -34,8 +34,9 @@ from qlass.chat import Chat
 from qlass.config import Natural, Positive, Real, Share, free, read, run_stage
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.messages import State
+from qlass.optional.missing import handed_on
 from qlass.pairs import states_of
-from qlass.runs import find_or_make, handed_on, meta_of
+from qlass.runs import find_or_make, meta_of
 from qlass.trees import read_trees
 from train_qnet import QNet
 

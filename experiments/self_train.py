@@ -36,6 +36,7 @@ from qlass.chat import Chat
 from qlass.config import Natural, Real, Sampling, free, read, run_stage
 from qlass.files import warn
 from qlass.messages import without_thinking
+from qlass.optional.missing import handed_on
 from qlass.pairs import states_of
 from qlass.results import costs_of
 from qlass.trees import read_trees
@@ -158,7 +159,7 @@ def demonstrations(checkpoint: Path, env: envs.TextEnv) -> list[dict]:
 def clone_again(config: Config, sft_folder: Path, expert: Path, n: int) -> None:
     """Train RUN/sft-NAME on the first n trajectories of a file, with the settings that made --sft."""
     meta = runs.meta_of(sft_folder)
-    argv = [word for word in meta["argv"] if word != "--overwrite"] + runs.handed_on(config)
+    argv = [word for word in meta["argv"] if word != "--overwrite"] + handed_on(config)
     argv += ["--precision", meta["recipe"]["precision"]]
     if not meta["recipe"]["epochs"]:  # as many as that training had, and not what more examples would get
         batch = meta["batch"]

@@ -16,11 +16,9 @@ No torch here, so that bellman.py starts at once.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import json
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -38,8 +36,6 @@ PACKAGES = ("torch", "transformers", "numpy", "gymnasium", "scienceworld", "text
 AGAIN = "make it and each later output again (--overwrite)"
 Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
 
-# -------------------------------------------------------------------------------- earlier stages
-
 
 def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path:
     """An input of a stage: what was named, else RUN/name, which the earlier stage makes first."""
@@ -49,42 +45,12 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path
     if name.endswith(".jsonl"):  # told before minutes pass in which other inputs are made
         files.refuse_folder(path)
     if not path.exists():
-        make(path, stage, config)
+        from qlass.optional import missing
+
+        missing.make(path, stage, config, meta_of(path).get("argv", []))
     for product, source in outdated(path):
         files.warn(f"{product} was made from another {source} than there is now: {AGAIN}")
     return path
-
-
-def make(output: Path, stage: str, config: Run) -> None:
-    """Run an earlier stage: as it was begun, or with the settings that all stages share."""
-    argv = [word for word in meta_of(output).get("argv", []) if word != "--overwrite"]
-    argv = [*argv, "--run", str(config.run)] if argv else handed_on(config)
-    problem = f"{output} is missing or not complete"
-    named = any(word.partition("=")[0] == "--run" for word in config.argv)
-    if named and not config.run.exists():  # a typo would train for minutes
-        raise UserError(f"{config.run}: no such run: python sft.py --run {config.run} begins it")
-    command = f"python {stage}.py {shlex.join(argv)}"
-    sft = getattr(config, "sft", None)
-    other_agent = sft and stage != "sft" and sft.resolve() != (config.run / "sft").resolve()
-    if other_agent or share()[1] > 1:
-        reason = "make it first, by one process and from the --sft that is meant"
-        raise UserError(f"{problem}: {reason}: {command}")
-    print(f"{problem}: making it with {command}", flush=True)
-    config.run.mkdir(parents=True, exist_ok=True)
-    importlib.import_module(stage).main(argv)
-
-
-def handed_on(config: Run) -> list[str]:
-    """The flags that all stages of a run share; the environment's only of a new run."""
-    argv = ["--run", str(config.run), "--seed", str(config.seed)]
-    if not begun_with(config.run):
-        argv += ["--env", config.env]
-        for option in config.env_option:
-            argv += ["--env-option", option]
-    for name in ("preset", "device", "precision"):
-        value = getattr(config, name, None)
-        argv += [] if value is None else [flag(name), value]
-    return argv
 
 
 # ------------------------------------------------------------------------------------- the recipe

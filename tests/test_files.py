@@ -29,6 +29,7 @@ from environments import code_of, fingerprint
 from qlass import UserError, files, results, runs
 from qlass.config import Run, free, read, run_stage
 from qlass.files import parts_of, read_jsonl
+from qlass.optional.missing import handed_on
 from qlass.published import cloned_from
 from qlass.runs import Output, find_or_make, input_of, outdated, recipe_of
 
@@ -270,7 +271,7 @@ def test_a_run_keeps_the_environment_of_its_first_output(tmp_path):
     wrote(tmp_path / "expert.jsonl", *LAKE, "--seed", "4")
     again = flags("--run", str(tmp_path))
     assert (again.env, again.env_option, again.seed) == ("frozenlake", ("map=4x4",), 4)
-    assert runs.handed_on(again) == ["--run", str(tmp_path), "--seed", "4", "--preset", "tiny"]
+    assert handed_on(again) == ["--run", str(tmp_path), "--seed", "4", "--preset", "tiny"]
 
 
 def test_no_output_takes_the_place_of_a_folder(tmp_path):
@@ -286,7 +287,7 @@ def test_the_flags_that_stages_share_are_handed_on():
     lake = [*LAKE, "--env-option", "slippery=true", "--seed", "4", "--run", "a b", "--device", "cpu"]
     for words in (lake, ["--env-option", "seed=3", "--env-option", "data=shop"]):
         first = flags(*words)
-        assert dataclasses.replace(flags(*runs.handed_on(first)), argv=first.argv) == first
+        assert dataclasses.replace(flags(*handed_on(first)), argv=first.argv) == first
 
 
 class Filed(FakeEnv):
