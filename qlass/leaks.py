@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ def check_qnet(qnet: Path, sft: Path, env: str) -> None:
     `sft`, or that was trained in another environment than `env`."""
     if not (qnet / "qnet.json").exists():
         raise UserError(f"{qnet}: no QNet; name the folder that train_qnet.py wrote")
-    recipe, source = meta_of(qnet)["recipe"], input_of(qnet, "sft")
+    recipe = meta_of(qnet)["recipe"]
+    source = input_of(qnet, "sft")
     if recipe.get("env", env) != env:
         warn(f"{qnet}: was trained on {recipe['env']}, and plays {env}")
     here = source and source.resolve() == sft.resolve()  # if that has changed, it is told already
@@ -38,27 +39,18 @@ def begin_of(observation: str) -> str:
     return hashlib.sha256(observation.strip().encode()).hexdigest()[:12]
 
 
-def begins_of(tasks: Iterable[tuple[str | None, str]], unique: bool = False) -> list[str]:
+def begins_of(tasks: Sequence[tuple[str | None, str]], unique: bool = False) -> list[str]:
     """The first observations that tell a task, as `begin_of`: no other task begins with them.
 
     tasks: (id, first observation). unique: whether each observation tells a task. Where it does
     not, two tasks without an id may be one or two, so nothing is known: an empty list.
     """
-    members: dict[str, set] = {}  # the tasks that begin so
-    nameless = False
+    members: dict[str, set] = {}  # the tasks that begin so; one without an id by its number
     for number, (task_id, observation) in enumerate(tasks):
-        begin = begin_of(observation)
-        members.setdefault(begin, set())
-        if task_id is None:
-            nameless = True
-            members[begin].add(number)
-        else:
-            members[begin].add(task_id)
-
-    telling = []
-    for begin, ids in members.items():
-        if unique or len(ids) == 1:
-            telling.append(begin)
+        name = number if task_id is None else task_id
+        members.setdefault(begin_of(observation), set()).add(name)
+    telling = [begin for begin, names in members.items() if unique or len(names) == 1]
+    nameless = any(task_id is None for task_id, _ in tasks)
     if nameless and len(telling) < len(members):
         return []
     return sorted(telling)
@@ -73,25 +65,17 @@ def learned_tasks(
     tasks: (id, first observation; None: the id is this environment's own, and enough). base: a
     checkpoint, or a published model, which has learned from none.
     """
-    ids: set[str | None] = set()
-    pages = []
-    for task_id, page in tasks:
-        ids.add(task_id)
-        if page is not None:
-            pages.append((task_id, page))
-    begins = set(begins_of(pages, env.unique_tasks))
-
+    tasks = list(tasks)
+    ids: set[Any] = {task_id for task_id, _ in tasks}
+    pages = [(task_id, page) for task_id, page in tasks if page is not None]
+    begins = begins_of(pages, env.unique_tasks)
     meta = meta_of(Path(base).absolute())
     if meta["recipe"].get("env") == env.settings["env"]:  # else its ids mean other tasks
         before = meta.get("tasks") if of_same_world(meta["recipe"], env) else None
         ids.update(before or [None])
-        if meta.get("begins"):
-            begins.update(meta["begins"])
-        else:
-            begins = set()
-    if None in ids:
-        return {"tasks": None, "begins": sorted(begins)}
-    return {"tasks": sorted(map(str, ids)), "begins": sorted(begins)}
+        begins = [*begins, *meta["begins"]] if meta.get("begins") else []
+    known = None if None in ids else sorted(ids)
+    return {"tasks": known, "begins": sorted(set(begins))}
 
 
 def leaks(env: Any, records: list[dict], sft: Path, qnet: Path) -> dict[str, int | None]:
@@ -103,7 +87,10 @@ def leaks(env: Any, records: list[dict], sft: Path, qnet: Path) -> dict[str, int
     """
     begin = functools.cache(lambda task_id: begin_of(first_observation(env, task_id)))
     counts: dict[str, int | None] = {}
-    sources = ("demonstrations", sft, "generated"), ("trees", qnet, "scored")
+    sources = [
+        ("demonstrations", sft, "generated"),
+        ("trees", qnet, "scored"),
+    ]
     for source, checkpoint, cost in sources:
         played = {record["task_id"] for record in records if record["tokens"].get(cost)}
         meta = meta_of(checkpoint.absolute())
@@ -111,9 +98,10 @@ def leaks(env: Any, records: list[dict], sft: Path, qnet: Path) -> dict[str, int
         begins = meta.get("begins") or []
         subjects = set(map(env.subject, learned or []))
         leaked = {task_id for task_id in played if env.subject(task_id) in subjects}
-        for task_id in played - leaked if begins else ():
-            if begin(task_id) in begins:
-                leaked.add(task_id)
+        if begins:
+            for task_id in played - leaked:
+                if begin(task_id) in begins:
+                    leaked.add(task_id)
         unknown = played and learned is None and not begins
         counts[source] = None if unknown else len(leaked)
         if counts[source] != 0:
