@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -97,7 +96,11 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
             raise UserError(f"{where}: no demonstration: {error} (see data/README.md)") from None
     if not expert:
         raise UserError(f"{path}: holds no demonstration")
-    tell_strangers((tau.task_id for tau in expert), env, str(path))
+    known = set().union(*splits_of(env).values())
+    strangers = sorted({tau.task_id for tau in expert if tau.task_id} - known)
+    if strangers:  # under these ids nothing is found again
+        number = f"{len(strangers)}, e.g. {strangers[0]!r}"
+        warn(f"{path} has task ids that no split of {env.name} has ({number})")
     if failed := len([tau for tau in expert if tau.reward == 0]):
         warn(f"{path}: {failed} of {len(expert)} demonstrations earned nothing")
     if not any("Action:" in text for tau in expert for text in tau.actions):
@@ -105,18 +108,8 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     return expert
 
 
-def tell_strangers(ids: Iterable[str | None], env: Any, source: str) -> None:
-    """Warn of tasks that no split has: under their ids nothing is found again."""
-    known = set().union(*splits_of(env).values())
-    if strangers := sorted(task_id for task_id in {*ids} - known if task_id is not None):
-        number = f"{len(strangers)}, e.g. {strangers[0]!r}"
-        warn(f"{source} has task ids that no split of {env.name} has ({number})")
-
-
 def demonstration(record: dict, env: Any) -> Demonstration:
     """UserError for a record that can't be cloned and replayed."""
-    if record.get("messages") and record.get("conversations"):
-        raise UserError("it has messages and conversations: leave one")
     turns = record.get("messages") or record.get("conversations") or []
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError("messages are no list of objects with role and content")
