@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 from qlass.chat import Rendering
 from qlass.config import Sampling, is_url
 from qlass.files import warn
-from qlass.models import device_and_precision, load_chat, load_checkpoint
+from qlass.models import device_and_precision, load_checkpoint
 from qlass.policy import Policy
-from qlass.runs import meta_of
 
 
 def begin_as_cloned(env: Any, rendering: Rendering, config: Any) -> None:
@@ -44,10 +43,9 @@ def load_agent(sft: Path, config: Sampling, env: Any = None) -> Any:
     if env:
         begin_as_cloned(env, options["rendering"], config)
     if config.server:
-        from qlass.optional.served_policy import ServerPolicy
+        from qlass.optional import served_policy
 
-        chat, fingerprint = load_chat(sft, options["rendering"]), meta_of(sft).get("fingerprint")
-        return ServerPolicy(config.server, chat, config.seed, config.in_flight or 64, fingerprint)
+        return served_policy.load(sft, options["rendering"], config)
     return load_policy(sft, config.seed, config.cache_gb, **options)
 
 

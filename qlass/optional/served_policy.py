@@ -2,23 +2,33 @@
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qlass import Refused, UserError
 from qlass.batching import Candidate, LogProb, Sample
-from qlass.chat import Chat, any_of
+from qlass.chat import Chat, Rendering, any_of
 from qlass.files import warn
 from qlass.messages import State, uniforms
+from qlass.models import load_chat
 from qlass.optional.foreign import FIXED, fits
 from qlass.optional.server import HELLO, Reply, Server, side_by_side
+from qlass.runs import meta_of
 
 ALL = 1 << 30  # top-k of all tokens: 0 for some servers, -1 for others, a large number for each
 NEUTRAL = {"repeat_penalty": 1, "repetition_penalty": 1, "min_p": 0}  # defaults of most servers
 # What a strict server may not know. Texts are cut here too, and seeds that do nothing are told of.
 OPTIONAL = (*NEUTRAL, "stop_token_ids", "top_k", "seed")
 ALIKE = 0.1  # how far the log-probability of a token may be off: bf16 and float32 differ by .03
+
+
+def load(folder: Path, rendering: Rendering, config: Any) -> "ServerPolicy":
+    """The agent on the server that the settings name; a checkpoint's folder has its tokenizer."""
+    chat = load_chat(folder, rendering)
+    fingerprint = meta_of(folder).get("fingerprint")
+    return ServerPolicy(config.server, chat, config.seed, config.in_flight or 64, fingerprint)
 
 
 class ServerPolicy:
