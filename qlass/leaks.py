@@ -11,7 +11,7 @@ from typing import Any
 from qlass import UserError
 from qlass.files import sha256, warn
 from qlass.published import first_observation
-from qlass.runs import input_of, meta_of
+from qlass.runs import meta_of
 
 
 def of_same_world(recipe: dict[str, Any], env: Any) -> bool:
@@ -26,11 +26,9 @@ def check_qnet(qnet: Path, sft: Path, env: str) -> None:
     if not (qnet / "qnet.json").exists():
         raise UserError(f"{qnet}: no QNet; name the folder that train_qnet.py wrote")
     recipe = meta_of(qnet)["recipe"]
-    source = input_of(qnet, "sft")
     if recipe.get("env", env) != env:
         warn(f"{qnet}: was trained on {recipe['env']}, and plays {env}")
-    here = source and source.resolve() == sft.resolve()  # if that has changed, it is told already
-    if not here and recipe.get("sft", sha256(sft)) != sha256(sft):
+    if recipe.get("sft", sha256(sft)) != sha256(sft):
         warn(f"{qnet}: began as another agent than {sft}")
 
 
