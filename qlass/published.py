@@ -110,6 +110,8 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
 
 def demonstration(record: dict, env: Any) -> Demonstration:
     """UserError for a record that can't be cloned and replayed."""
+    if record.get("messages") and record.get("conversations"):
+        raise UserError("it has messages and conversations: leave one")
     turns = record.get("messages") or record.get("conversations") or []
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError("messages are no list of objects with role and content")

@@ -82,6 +82,7 @@ BAD = {
         (chat(turn("", tool_calls=[{"type": "function"}])), "acts by a tool call: write the action into its content"),
         (chat(turn("<think>\nAction: left, but")), "which is no action"),
         (chat(), "the assistant writes '', which is no action"),
+        (dump([{"messages": CHAT, "conversations": CHAT}]), "it has messages and conversations: leave one"),
         (chat(LEFT, reward=25), ":1: reward can't be 25"),
         *((chat(turn("left", **{name: no})), f"{name} of a turn is {no}, but all") for name, no in NOT_TO_BE_LEARNED),
     ],
