@@ -19,7 +19,7 @@ from qlass import UserError, files, leaks, models, processes, published, runs  #
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 import envs
-from qlass.agent import settled
+from qlass.agent import loading, settled
 from qlass.chat import Chat, Rendering
 from qlass.config import Bounds, Natural, Positive, Training, free, read, run_stage
 from qlass.messages import State
@@ -137,12 +137,10 @@ def train(
     validation: list[Example],
     config: Config,
     out: Path,
-    precision: str,
-    loss_of: Callable[[Any, list[Example]], torch.Tensor] = sft_loss,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Maximise the likelihood of what the expert wrote, given its history. Returns figures."""
     epochs, batch_size = schedule(config, len(examples))
-    dtype = models.PRECISIONS[precision]
     optimizer = models.adamw([(model, config.lr)], config.optim)
     sizes = [1] * len(examples)
     order = [updates_of(sizes, batch_size, config.seed, epoch) for epoch in range(epochs)]
@@ -155,7 +153,7 @@ def train(
             loss = 0.0
             for portion in processes.mine(micro_batches(batch, len, config.micro_tokens)):
                 with autocast(model, dtype):
-                    part = loss_of(model, portion) / n  # Eq. (5), per token
+                    part = sft_loss(model, portion) / n  # Eq. (5), per token
                 part.backward()  # gradients accumulate
                 loss += part.item()
             loss = processes.summed(model, loss)
@@ -168,7 +166,7 @@ def train(
         log.save("last.pt")  # an epoch whose validation fails is not trained again
         with autocast(model, dtype):
             log.end_epoch(validate(model, validation, config.micro_tokens))
-    return log.finish()
+    return log.finish() | {"epochs": epochs, "batch": batch_size}
 
 
 @torch.no_grad()
@@ -206,16 +204,15 @@ def load(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> tupl
         model.to(models.device_and_precision(config.device)[0])
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:
-        model, chat = models.load_checkpoint(
-            config.model,
-            AutoModelForCausalLM,
-            config.device,
-            config.load_in,
-            train=not config.lora,
-            plain=True,
-            precision=config.precision,
-        )
+        options = loading(Path(config.model), config) | {"train": not config.lora, "plain": True}
+        model, chat = models.load_checkpoint(config.model, AutoModelForCausalLM, **options)
+    published.refuse_second_thoughts(expert, chat)
     chat.rendering.candidates = config.candidates
+    if env.agreement != "OK":  # which a prompt has by default
+        chat.rendering.agreement = env.agreement
+    if config.expert:  # prompts at inference begin as these demonstrations do
+        for name, text in published.first_messages(env, expert).items():
+            setattr(chat.rendering, name, text)
     adapter = models.prepare_training(
         model,
         rank=config.lora,
@@ -243,18 +240,8 @@ def tokenize(
     return examples, validation
 
 
-def begin_as_demonstrated(chat: Chat, env: envs.TextEnv, expert: list[Demonstration]) -> None:
-    """Keep the first messages that demonstrations share, for the prompts at inference."""
-    for name, text in published.first_messages(env, expert).items():
-        setattr(chat.rendering, name, text)
-
-
 def main(argv: list[str] | None = None) -> None:
-    clone(read(Config, __doc__, argv), tokenize, sft_loss)
-
-
-def clone(config: Config, make_examples: Callable, loss_of: Callable) -> None:
-    """The stage, with examples like those of `tokenize` and a loss like `sft_loss`."""
+    config = read(Config, __doc__, argv)
     env = envs.from_config(config)
     out = files.checkpoint_folder(config.out or config.run / "sft", config.model)
     with processes.together(out, config.device) as first:
@@ -264,31 +251,32 @@ def clone(config: Config, make_examples: Callable, loss_of: Callable) -> None:
         processes.wait()
         expert = published.read(path, env, config.n_expert)
         model, chat, adapter = load(config, env, expert)
-        published.refuse_second_thoughts(expert, chat)
-        if env.agreement != "OK":  # which a prompt has by default
-            chat.rendering.agreement = env.agreement
-        if config.expert:
-            begin_as_demonstrated(chat, env, expert)
-        examples, validation = make_examples(chat, expert, config)
+        examples, validation = tokenize(chat, expert, config)
         facts = settled(config)
+        dtype = models.PRECISIONS[facts["precision"]]
         inputs: runs.Inputs = {"expert": path}
         recipe = runs.recipe_of(config.recipe() | env.settings | facts, inputs)
         if not begin(out, config, recipe, inputs, first):
             return
-        figures = train(model, examples, validation, config, out, facts["precision"], loss_of)
+        figures = train(model, examples, validation, config, out, dtype)
         if first:
-            from qlass.optional import foreign
-
-            figures["epochs"], figures["batch"] = schedule(config, len(examples))
-            figures["trajectories"] = len(expert)
-            tasks = ((tau.task_id, tau.observation) for tau in expert)
-            figures |= leaks.learned_tasks(tasks, config.model, env)
-            figures["fingerprint"] = foreign.fingerprint(model, chat)
+            figures |= learned_from(model, chat, expert, config, env)
             runs.write_meta(out, config, recipe, inputs, **figures)
-            dtype = models.PRECISIONS[facts["precision"]]
             models.save_checkpoint(model, chat, out, adapter, dtype)
             files.discard(runs.states_of(out))
             print(f"{out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
+
+
+def learned_from(
+    model: Any, chat: Chat, expert: list[Demonstration], config: Config, env: envs.TextEnv
+) -> dict[str, Any]:
+    """For the metadata: what the model has learned from, and what it answers to a fixed text."""
+    from qlass.optional import foreign
+
+    tasks = ((tau.task_id, tau.observation) for tau in expert)
+    learned = leaks.learned_tasks(tasks, config.model, env)
+    fingerprint = foreign.fingerprint(model, chat)
+    return {"trajectories": len(expert), **learned, "fingerprint": fingerprint}
 
 
 if __name__ == "__main__":

@@ -11,18 +11,22 @@ weight --observation-loss. The loss of the agent's own tokens is Eq. (5). docs/d
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
+import envs
 import sft
-from qlass import UserError
+from qlass import UserError, files, models, published, runs
+from qlass.agent import settled
 from qlass.chat import Chat
 from qlass.config import Real, read, run_stage
 from qlass.messages import State
 from qlass.published import Demonstration
+from qlass.training import TrainingLog, autocast, begin, clip, cosine, micro_batches, updates_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,8 +98,60 @@ def tokenize(chat: Chat, expert: list[Demonstration], config: Config) -> tuple[l
     return examples, list(sft.examples_of(chat, held_out, limit))
 
 
+def train(
+    model: Any, examples: list[Example], validation: list[sft.Example], config: Config, out: Path, dtype: torch.dtype
+) -> dict[str, Any]:
+    """`sft.train` by one process, with this loss."""
+    epochs, batch_size = sft.schedule(config, len(examples))
+    optimizer = models.adamw([(model, config.lr)], config.optim)
+    order = [updates_of([1] * len(examples), batch_size, config.seed, epoch) for epoch in range(epochs)]
+    log = TrainingLog(out, model, optimizer, order, config)
+    for epoch in log.epochs_left():
+        model.train()
+        for update in log.updates_left(epoch):
+            batch = [examples[i] for i in update]
+            n = sum(example.targets for example in batch)
+            loss = 0.0
+            for portion in micro_batches(batch, len, config.micro_tokens):
+                with autocast(model, dtype):
+                    part = loss_of(model, portion) / n
+                part.backward()
+                loss += part.item()
+            clip(model, loss, log.step, config.lr)
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = config.lr * cosine(log.step, log.steps)
+            optimizer.step()
+            optimizer.zero_grad()
+            log.end_update(loss, tokens=sum(map(len, batch)))
+        log.save("last.pt")
+        with autocast(model, dtype):
+            log.end_epoch(sft.validate(model, validation, config.micro_tokens))
+    return log.finish() | {"epochs": epochs, "batch": batch_size}
+
+
 def main(argv: list[str] | None = None) -> None:
-    sft.clone(read(Config, __doc__, argv), tokenize, loss_of)
+    config = read(Config, __doc__, argv)
+    env = envs.from_config(config)
+    out = files.checkpoint_folder(config.out or config.run / "sft", config.model)
+    path = config.expert or config.run / "expert.jsonl"
+    with files.locked(out):
+        if config.expert is None:
+            published.collect(env, path, config)
+        expert = published.read(path, env, config.n_expert)
+        model, chat, adapter = sft.load(config, env, expert)
+        examples, validation = tokenize(chat, expert, config)
+        facts = settled(config)
+        dtype = models.PRECISIONS[facts["precision"]]
+        inputs: runs.Inputs = {"expert": path}
+        recipe = runs.recipe_of(config.recipe() | env.settings | facts, inputs)
+        if not begin(out, config, recipe, inputs, first=True):
+            return
+        figures = train(model, examples, validation, config, out, dtype)
+        figures |= sft.learned_from(model, chat, expert, config, env)
+        runs.write_meta(out, config, recipe, inputs, **figures)
+        models.save_checkpoint(model, chat, out, adapter, dtype)
+        files.discard(runs.states_of(out))
+        print(f"{out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def others(n: int) -> list[State]:
 def test_four_trajectories_are_learned_by_heart():
     model, config = tiny_lm(CHAT), sft.Config(lr=1e-2, batch=4, micro_tokens=40, epochs=80)
     examples = list(sft.examples_of(CHAT, shown(*others(4)), 100))
-    figures = sft.train(model, examples, [], config, Path("sft"), "float32")
+    figures = sft.train(model, examples, [], config, Path("sft"), torch.float32)
     assert figures["loss"] < math.log(4) / 2  # four answers to one question: log 4 over the tokens of an action
     agent = Policy(model, CHAT)
     likely = agent.logprobs([(State(s.messages[:-1]), s.messages[-1][1]) for s in others(4)])
