@@ -159,7 +159,7 @@ def train(
             loss = processes.summed(model, loss)
             clip(model, loss, log.step, config.lr)
             for param_group in optimizer.param_groups:
-                param_group["lr"] = config.lr * cosine(log.step, log.steps)
+                param_group["lr"] = param_group["peak"] * cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss, tokens=sum(map(len, batch)))

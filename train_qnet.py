@@ -217,17 +217,12 @@ def train(
     held_out: list[Pairs],
     config: Config,
     out: Path,
-    precision: str,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
-    dtype = models.PRECISIONS[precision]
     groups = groups_of(qnet, trees, config)
-    rates = [
-        (qnet.backbone, config.lr),
-        (qnet.head, config.lr if config.head_lr is None else config.head_lr),
-    ]
-    optimizer = models.adamw(rates, config.optim)
-    peaks = [parameters["lr"] for parameters in optimizer.param_groups]
+    head_lr = config.lr if config.head_lr is None else config.head_lr
+    optimizer = models.adamw([(qnet.backbone, config.lr), (qnet.head, head_lr)], config.optim)
     sizes = [len(group.pairs) for group in groups]
     order = [updates_of(sizes, config.batch, config.seed, epoch) for epoch in range(config.epochs)]
     log = TrainingLog(out, qnet, optimizer, order, config)  # where a stopped training was
@@ -247,8 +242,8 @@ def train(
                 loss += part.item()
             loss = processes.summed(qnet, loss)
             clip(qnet, loss, log.step, config.lr)
-            for param_group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                param_group["lr"] = peak * cosine(log.step, log.steps)
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = param_group["peak"] * cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss, tokens=sum(group.tokens for group in batch))
@@ -295,9 +290,8 @@ def load(sft: Path, config: Config) -> tuple[QNet, Any]:
     return qnet, adapter
 
 
-def save(qnet: QNet, out: Path, adapter: Any, precision: str) -> None:
+def save(qnet: QNet, out: Path, adapter: Any, dtype: torch.dtype) -> None:
     """Write RUN/qnet/, whole or not at all; UserError if it can't be loaded again."""
-    dtype = models.PRECISIONS[precision]
     with files.draft_of(out) as folder:
         qnet.backbone = models.full_weights(qnet.backbone, folder, adapter, dtype)
         qnet.save_pretrained(folder)
@@ -325,18 +319,19 @@ def main(argv: list[str] | None = None) -> None:
         if not any(learned):
             raise UserError(f"{labels}: no pair of (s, a) to train on")
         facts = agent.settled(config)
+        dtype = models.PRECISIONS[facts["precision"]]
         world = {"env_files": begun_with(config.run).get("env_files")}  # as a search compares them
         recipe = runs.recipe_of(config.recipe() | world | facts, inputs)
         if not begin(out, config, recipe, inputs, first):
             return
-        figures = train(qnet, learned, held_out, config, out, facts["precision"])
+        figures = train(qnet, learned, held_out, config, out, dtype)
         if first:
             from qlass.optional import foreign
 
             ranks = figures["curve"][figures["best_epoch"] - 1]["held_out"]
             figures["fingerprint"] = foreign.fingerprint(qnet.backbone, qnet.chat, qnet.score)
             runs.write_meta(out, config, recipe, inputs, **figures, **counts, held_out=ranks)
-            save(qnet, out, adapter, facts["precision"])
+            save(qnet, out, adapter, dtype)
             files.discard(runs.states_of(out))
             tell(out, figures | counts, ranks)
 

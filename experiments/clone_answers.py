@@ -119,7 +119,7 @@ def train(
                 loss += part.item()
             clip(model, loss, log.step, config.lr)
             for param_group in optimizer.param_groups:
-                param_group["lr"] = config.lr * cosine(log.step, log.steps)
+                param_group["lr"] = param_group["peak"] * cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss, tokens=sum(map(len, batch)))

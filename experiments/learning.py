@@ -57,7 +57,6 @@ class Learner:
     def __init__(self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw", adapter: Any = None):
         self.model, self.reference, self.chat, self.adapter = model, reference, chat, adapter
         self.optimizer = models.adamw([(model, lr)], optim)
-        self.optimizer.param_groups[0]["peak"] = lr
         # Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again.
         self.room = 512 if model.num_parameters() < SMALL else 4096
 

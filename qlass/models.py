@@ -231,12 +231,12 @@ def prepare_training(
 
 def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:
     """AdamW of what is trained in each module at its rate, without weight decay (Table 5);
-    "adamw8bit": moments in 8 bits."""
+    "adamw8bit": moments in 8 bits. A group's "peak" keeps its rate, from which "lr" falls."""
     groups = []
     for module, rate in rates:
         trained = [p for p in module.parameters() if p.requires_grad]
         if trained:
-            groups.append({"params": trained, "lr": rate})
+            groups.append({"params": trained, "lr": rate, "peak": rate})
     optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
         import bitsandbytes

@@ -315,7 +315,7 @@ def test_a_checkpoint_is_read_back_before_it_counts(tmp_path, agent, value_net, 
     with pytest.raises(UserError, match="no weights for"):
         models.save_checkpoint(policy.model, policy.chat, out)
     with pytest.raises(UserError, match="no weights for"):
-        train_qnet.save(net, out, None, "float32")
+        train_qnet.save(net, out, None, torch.float32)
     assert not out.exists()
 
 

@@ -106,7 +106,7 @@ def trained(net: QNet, trees: list, held_out: list = (), **more) -> dict:
     """Train a QNet on trees: the figures."""
     settings = train_qnet.Config(**{"epochs": 100, "batch": 4, "lr": 3e-3, "max_tokens": 2048} | more)
     out = Path(tempfile.mkdtemp(dir=".")) / "qnet"
-    return train_qnet.train(net, trees, held_out, settings, out, "float32")
+    return train_qnet.train(net, trees, held_out, settings, out, torch.float32)
 
 
 STATE = State((("user", "you stand at start"),))
