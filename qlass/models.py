@@ -17,12 +17,6 @@ from qlass.chat import Chat, Rendering
 from qlass.files import draft_of, one_line
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
-OUTPUTS = {  # what a forward returns, whatever config.json asks for
-    "return_dict": True,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "output_router_logits": False,
-}
 
 utils.logging.disable_progress_bar()
 utils.logging.set_verbosity_error()  # `refuse_other_weights` reads the load report
@@ -64,17 +58,11 @@ def load_checkpoint(
     train: in float32, as an AdamW step of 1e-5 is under half a bf16 step of a weight above .005.
     plain: check how it reads one sequence, in place of how it reads the token trees of qlass/fast/.
     """
+    from qlass.optional import foreign
+
     if kind is AutoModelForCausalLM:
         refuse_qnet(path)
-    adapters = [file.parent for file in Path(path).glob("*/**/adapter_config.json")]
-    if adapters and not is_adapter(path):
-        from qlass.optional import lora
-
-        lora.refuse_unmerged(path, adapters)
-    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
-        from qlass.optional import foreign
-
-        foreign.refuse_other_forms(Path(path))
+    foreign.refuse_folder(Path(path))
     place, precision = device_and_precision(device, precision)
     options: dict[str, Any] = {"dtype": torch.float32 if train else PRECISIONS[precision]}
     # A number, as Accelerate compares it with that of weights in few bits.
@@ -86,13 +74,8 @@ def load_checkpoint(
     chat = load_chat(path, rendering or Rendering.load(path))
     with one_line(path):
         model = load_weights(path, kind, options).eval()
-        if max(chat.tokenizer.get_vocab().values()) >= model.get_input_embeddings().num_embeddings:
-            from qlass.optional import foreign
-
-            foreign.refuse_unknown_tokens(path, model, chat)
+        foreign.refuse_unknown_tokens(path, model, chat)
         if plain:
-            from qlass.optional import foreign
-
             foreign.check_cache(model, str(path))
         else:
             from qlass.fast import parity
@@ -118,50 +101,30 @@ def is_adapter(path: str | Path) -> bool:
 
 def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
     """A model with the weights in `path`, all of them and no others; options of from_pretrained."""
+    from qlass.optional import foreign
+
     if is_adapter(path):
         from qlass.optional import lora
 
         base = load_weights(lora.base_of(path), AutoModelForCausalLM, options)
         model = lora.with_adapter(base, path)
         return model if kind is AutoModelForCausalLM else model.base_model
-    shards = sorted(file.name for file in Path(path).glob("model-*-of-*.safetensors"))
-    if shards and (Path(path) / "model.safetensors").exists():  # which would be loaded unasked
-        problem = f"{shards[0]} and model.safetensors are of two saves; move one away"
-        raise UserError(f"{path}: {problem}")
     place = source(path)
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **options}
     if "gguf_file" in place:
-        from qlass.optional import foreign
-
         model, report = foreign.load_gguf(place, kind, options)
     else:
         model, report = kind.from_pretrained(**place, **options, use_safetensors=True)
         # FP8 and MXFP4 are loaded as full weights, which transformers does not save as such.
         config = hf.AutoConfig.from_pretrained(**place)
         model.stored_in_few_bits = hasattr(config, "quantization_config")
-    refuse_other_weights(path, model, report)
-    for config in (model.config, model.config.get_text_config()):
-        for name, value in OUTPUTS.items():
-            if hasattr(config, name):
-                setattr(config, name, value)
+    foreign.refuse_other_weights(path, model, report)
+    foreign.settle_outputs(model)
     if getattr(model, "is_quantized", False):
         from qlass.optional import lora
 
         lora.let_gradients_through(model)
     return model
-
-
-def refuse_other_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
-    """UserError for weights that the model lacks, and for those that it would compute without."""
-    wrong = [f"no weights for {key}" for key in report["missing_keys"]]  # drawn at random
-    wrong += [f"{key} has another size in config.json" for key, *_ in report["mismatched_keys"]]
-    if report["unexpected_keys"]:
-        from qlass.optional import foreign
-
-        unread = foreign.unread_weights(model, report["unexpected_keys"])
-        wrong += [f"config.json has no place for {key}" for key in unread]
-    if wrong:
-        raise UserError(f"{path}: {min(wrong)}; was it mixed from two, or LoRA not merged?")
 
 
 def refuse_qnet(path: str | Path) -> None:
@@ -172,6 +135,8 @@ def refuse_qnet(path: str | Path) -> None:
 def load_chat(path: str | Path, rendering: Rendering, tokenizer_at: Any = None) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold. tokenizer_at: where its
     tokenizer is, if it is elsewhere."""
+    from qlass.optional import foreign
+
     if is_adapter(path):
         from qlass.optional import lora
 
@@ -182,29 +147,13 @@ def load_chat(path: str | Path, rendering: Rendering, tokenizer_at: Any = None) 
         config = hf.AutoConfig.from_pretrained(**source(path))
         tokenizer = hf.AutoTokenizer.from_pretrained(**source(tokenizer_at), config=config)
         if not tokenizer.chat_template:
-            from qlass.optional import foreign
-
             tokenizer.chat_template = foreign.template_of_processor(tokenizer_at)
         generation = hf.GenerationConfig.from_model_config(config)
         with contextlib.suppress(OSError):  # not every checkpoint has one
             generation = hf.GenerationConfig.from_pretrained(path)
         ends = generation.eos_token_id  # of a turn
         ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
-        return Chat(tokenizer, rendering, context_of(config), ends)
-
-
-def context_of(config: Any) -> int | None:
-    """How many tokens a model was made for; None: unknown, or its past is a state of one size."""
-    config = config.get_text_config()
-    length: Any = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention") or rope  # a model may have others for its windows
-    trained = rope.get("original_max_position_embeddings") or length
-    if rope.get("rope_type") in ("longrope", "dynamic"):  # beyond it cached keys would differ
-        return trained
-    if rope.get("rope_type") == "yarn":  # added by a model card's advice, and the length left
-        return max(length, int(trained * rope["factor"]))
-    return length
+        return Chat(tokenizer, rendering, foreign.context_of(config), ends)
 
 
 # ---------------------------------------------------------------------------- training and saving
@@ -251,12 +200,7 @@ def full_weights(model: Any, folder: Path, adapter: Any = None, dtype: Any = Non
     if adapter:
         from qlass.optional import lora
 
-        lora.save_updates(adapter, folder / "adapter")
-        if getattr(model, "is_quantized", False):  # a merge into few bits would round anew
-            base = load_weights(model.name_or_path, type(model), {"dtype": model.dtype})
-            model = lora.with_adapter(base.to(model.device), folder / "adapter")
-        else:
-            model = lora.merged(adapter)
+        model = lora.with_updates(model, adapter, folder / "adapter")
     for p in model.parameters():  # not buffers: rounded rotary frequencies turn late positions
         if dtype and p.is_floating_point():
             p.data = p.data.to(dtype)

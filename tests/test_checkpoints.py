@@ -30,7 +30,7 @@ from qlass.agent import load_policy
 from qlass.chat import Rendering
 from qlass.files import warn_once
 from qlass.messages import State
-from qlass.optional import lora
+from qlass.optional import foreign, lora
 from train_qnet import QNet
 
 CHAT = word_chat()
@@ -406,7 +406,7 @@ def test_the_context_and_what_transformers_4_and_servers_read_of_a_checkpoint(ki
     rope |= {} if kind == "default" else {"factor": 4.0, "original_max_position_embeddings": 64}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
     model = tiny_lm(CHAT, max_position_embeddings=length, rope_parameters=rope)
-    assert models.context_of(model.config) == context
+    assert foreign.context_of(model.config) == context
     model.generation_config.temperature = 0.6  # which is not sampled: transformers refuses to save that
     models.save_checkpoint(model, CHAT, tmp_path / "sft")
     config, generation, tokenizer = (json.loads((tmp_path / "sft" / f"{name}.json").read_text()) for name in SAVED)

@@ -217,7 +217,7 @@ def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search):
 
 
 def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted(search, monkeypatch):
-    monkeypatch.setattr("qlass.models.context_of", lambda config: 32)  # 20 tokens, and 12 of an action
+    monkeypatch.setattr("qlass.optional.foreign.context_of", lambda config: 32)  # 20 tokens, and 12 of an action
     monkeypatch.setattr("qlass.chat.Chat.stays", lambda *_: 1)  # as where the first message tells all
     asked = ("--method", "greedy", "qlass")
     with pytest.raises(UserError, match=r"more than the model's context of 32: --truncate oldest"):

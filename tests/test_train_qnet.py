@@ -213,7 +213,7 @@ def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, m
 
 
 def test_pairs_beyond_the_context_are_left_out_or_cut(train, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("qlass.models.context_of", lambda config: 30)
+    monkeypatch.setattr("qlass.optional.foreign.context_of", lambda config: 30)
     monkeypatch.setattr(Chat, "stays", lambda *_: 1)  # as where the first message tells all
     for flags, cut in (([], False), (["--truncate", "oldest"], True)):
         train(*flags, out=f"cut-{cut}")

@@ -18,6 +18,7 @@ from qlass.batching import LogProb
 from qlass.chat import Chat
 from qlass.files import read_object, warn_once
 from qlass.messages import State, react
+from qlass.models import is_adapter
 from qlass.policy import Policy, next_logits
 
 # A GGUF file's tensors that scale the frequencies of positions, by Llama 3.1 and by longrope.
@@ -93,6 +94,31 @@ def numbers(settings: dict[str, Any]) -> Iterator[float]:
 # ------------------------------------------------------- weights, tokens and templates out of place
 
 
+def refuse_folder(folder: Path) -> None:
+    """UserError for a folder from which other weights would be loaded than are meant, or none."""
+    adapters = [file.parent for file in folder.glob("*/**/adapter_config.json")]
+    if adapters and not is_adapter(folder):
+        from qlass.optional import lora
+
+        lora.refuse_unmerged(folder, adapters)
+    shards = sorted(file.name for file in folder.glob("model-*-of-*.safetensors"))
+    if shards and (folder / "model.safetensors").exists():  # which would be loaded unasked
+        problem = f"{shards[0]} and model.safetensors are of two saves; move one away"
+        raise UserError(f"{folder}: {problem}")
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        refuse_other_forms(folder)
+
+
+def refuse_other_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
+    """UserError for weights that the model lacks, and for those that it would compute without."""
+    wrong = [f"no weights for {key}" for key in report["missing_keys"]]  # drawn at random
+    wrong += [f"{key} has another size in config.json" for key, *_ in report["mismatched_keys"]]
+    unread = unread_weights(model, report["unexpected_keys"])
+    wrong += [f"config.json has no place for {key}" for key in unread]
+    if wrong:
+        raise UserError(f"{path}: {min(wrong)}; was it mixed from two, or LoRA not merged?")
+
+
 def unread_weights(model: Any, keys: Iterable[str]) -> Iterator[str]:
     """Of keys for which a model has no place, those that it would compute without.
 
@@ -129,7 +155,7 @@ FORMS = {
 
 
 def refuse_other_forms(folder: Path) -> None:
-    """UserError for a folder whose weights are no safetensors, where it is known what they are."""
+    """UserError for weights that are no safetensors, where it is known what they are."""
     for pattern, form in FORMS.items():
         if any(folder.glob(pattern)):
             raise UserError(f"{folder}: has no model.safetensors, but {form.format(folder)}")
@@ -143,6 +169,37 @@ def refuse_unknown_tokens(path: str | Path, model: Any, chat: Chat) -> None:
         if i >= size and (token in template or not chat.controls.fullmatch(token)):
             advice = "give it the tokenizer that its weights were made with"
             raise UserError(f"{path}: no embedding for the token {token!r}; {advice}")
+
+
+# What a forward returns, whatever config.json asks for.
+OUTPUTS = {
+    "return_dict": True,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+}
+
+
+def settle_outputs(model: Any) -> None:
+    """Let a model return its outputs by name, and no more of them than are asked for."""
+    for config in (model.config, model.config.get_text_config()):
+        for name, value in OUTPUTS.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+
+
+def context_of(config: Any) -> int | None:
+    """How many tokens a model was made for; None: unknown, or its past is a state of one size."""
+    config = config.get_text_config()
+    length: Any = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention") or rope  # a model may have others for its windows
+    trained = rope.get("original_max_position_embeddings") or length
+    if rope.get("rope_type") in ("longrope", "dynamic"):  # beyond it cached keys would differ
+        return trained
+    if rope.get("rope_type") == "yarn":  # added by a model card's advice, and the length left
+        return max(length, int(trained * rope["factor"]))
+    return length
 
 
 def template_of_processor(path: str | Path) -> Any:

@@ -80,10 +80,20 @@ def try_gradients(model: Any) -> None:
         raise ValueError("no gradient arrives")
 
 
-def save_updates(adapter: Any, folder: Path) -> None:
-    """Save the updates in `folder`, which stands in that of the weights that they go into."""
+def with_updates(model: Any, adapter: Any, folder: Path) -> Any:
+    """The model with its updates, in all bits of its weights. adapter: PEFT's view of it.
+
+    The updates are also saved in `folder`, which stands in that of the weights they go into.
+    """
+    from qlass.models import load_weights
+
     adapter.save_pretrained(folder, save_embedding_layers=False)
     (folder / MERGED).write_text("The weights in the folder above have these updates already.\n")
+    if not getattr(model, "is_quantized", False):
+        return merged(adapter)
+    # A merge into few bits would round anew.
+    base = load_weights(model.name_or_path, type(model), {"dtype": model.dtype})
+    return with_adapter(base.to(model.device), folder)
 
 
 def merged(adapter: Any) -> Any:
