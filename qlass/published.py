@@ -146,10 +146,11 @@ def refuse_marks(turn: dict) -> None:
 
 def refuse_second_thoughts(expert: list[Demonstration], chat: Any) -> None:
     """UserError for a thought that would be cloned behind one that the chat template has ended."""
-    if ENDS.search(chat.ask):
+    if ENDS.search(chat.template.ask):
         for text in itertools.chain(*(demonstration.actions for demonstration in expert)):
             if mark := BEGINS.search(text):
-                problem = f"a demonstration's {mark[0]} would be cloned behind {chat.ask.strip()!r}"
+                ask = chat.template.ask.strip()
+                problem = f"a demonstration's {mark[0]} would be cloned behind {ask!r}"
                 raise UserError(f"{problem}, which the chat template writes: take it out of them")
 
 

@@ -164,9 +164,10 @@ def refuse_other_forms(folder: Path) -> None:
 def refuse_unknown_tokens(path: str | Path, model: Any, chat: Chat) -> None:
     """UserError if a prompt or a text can have a token that the model has no embedding of."""
     size = model.get_input_embeddings().num_embeddings
-    template = chat.begin + chat.ask + chat.stop + chat.turn
+    template = chat.template
+    written = template.begin + template.ask + template.stop + template.turn
     for token, i in chat.tokenizer.get_vocab().items():
-        if i >= size and (token in template or not chat.controls.fullmatch(token)):
+        if i >= size and (token in written or not chat.controls.fullmatch(token)):
             advice = "give it the tokenizer that its weights were made with"
             raise UserError(f"{path}: no embedding for the token {token!r}; {advice}")
 

@@ -59,7 +59,7 @@ class ServerPolicy:
         others = []
         for token in sorted(chat.stop_ids - {chat.stop_id}):
             others.append(chat.tokenizer.decode([token]))
-        self.ends = [text.strip() for text in (chat.stop, *others)]
+        self.ends = [text.strip() for text in (chat.template.stop, *others)]
         chat.context = min(chat.context, self.server.context)
         self._try_seeds()
         if fingerprint:
