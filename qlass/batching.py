@@ -93,38 +93,34 @@ def drive(
     A generator yields a request, or a list of requests of one type, whose answers it gets as a
     list. Requests of one type from all generators are answered in one call of `models[type]`.
     A Refused in the answer is raised in the generator that asked.
-    An error of a generator is raised when what has finished by then is yielded: it is not lost.
     """
     waiting = collections.defaultdict(list)  # by type: a generator and its request, or list of them
     finished: list[T] = []
-    errors: list[Exception] = []
     source = iter(generators)
 
     def advance(generator: Generator[Any, Any, T], answer: Any) -> None:
         try:
             refused = refusal_in(answer)
             requests = generator.throw(refused) if refused else generator.send(answer)
-            kind = type(requests[0] if isinstance(requests, list) else requests)
-            waiting[kind].append((generator, requests))
         except StopIteration as stop:
             finished.append(stop.value)
-        except Exception as error:
-            errors.append(error)
+            return
+        kind = type(requests[0] if isinstance(requests, list) else requests)
+        waiting[kind].append((generator, requests))
 
     while True:
-        room = 0 if errors else width - sum(map(len, waiting.values())) - len(finished)
+        room = width - sum(map(len, waiting.values())) - len(finished)
         for generator in itertools.islice(source, room):
             advance(generator, None)
         if finished:
             yield finished.pop(0)
             continue
-        if errors:
-            raise errors[0]
         if not waiting:
             return
         # The most frequent type of request goes first: the others share larger batches later.
         chosen = max(waiting, key=lambda kind: (len(waiting[kind]), kind.__name__))
-        turn, batch = waiting.pop(chosen), []
+        turn = waiting.pop(chosen)
+        batch: list[Any] = []
         for _, requests in turn:
             batch += requests if isinstance(requests, list) else [requests]
         answers = iter(models[chosen](batch))
