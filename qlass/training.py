@@ -94,7 +94,7 @@ class TrainingLog:
     """A training's log, NAME.log.jsonl, and its states in NAME.partial/: the last and the best.
 
     A state is weights, moments, random numbers and the log so far.
-    lines: of the log, one per update and one per epoch.
+    updates, curve: the log's lines, one per update and one per epoch.
     """
 
     def __init__(
@@ -107,18 +107,22 @@ class TrainingLog:
     ) -> None:
         """Resumes from the last state, if there is one. order: the updates of each epoch, as
         `updates_of` gives them."""
-        self.model, self.optimizer, self.config = model, optimizer, config
+        self.model = model
+        self.optimizer = optimizer
+        self.config = config
         self.order = order
         self.steps = sum(map(len, order))  # updates of all epochs
         self.states = runs.states_of(out)
-        self.lines: list[dict] = []
+        self.updates: list[dict] = []
+        self.curve: list[dict] = []
         if (self.states / "last.pt").exists():
             self.load("last.pt")
-        self.began = time.perf_counter() - (self.lines[-1]["seconds"] if self.lines else 0)
+        lines = sorted([*self.updates, *self.curve], key=lambda line: line["step"])
+        self.began = time.perf_counter() - (lines[-1]["seconds"] if lines else 0)
         self.first = files.share()[0] == 0
         path = out.with_name(out.name + ".log.jsonl") if self.first else os.devnull
         self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115
-        self.file.writelines(map(files.dumps, self.lines))
+        self.file.writelines(map(files.dumps, lines))
         every = 0.1 if sys.stderr.isatty() else 30  # seconds; off a terminal a report is a line
         shown: Any = {"initial": self.step, "disable": not self.first, "mininterval": every}
         self.bar = tqdm(None, out.name, self.steps, **shown)
@@ -126,19 +130,7 @@ class TrainingLog:
     @property
     def step(self) -> int:
         """How many updates are done."""
-        return self.lines[-1]["step"] if self.lines else 0
-
-    @property
-    def curve(self) -> list[dict]:
-        """The line of each epoch."""
-        return [line for line in self.lines if "epoch" in line]
-
-    @property
-    def epoch_lines(self) -> list[dict]:
-        """The lines of the updates of the epoch at hand."""
-        ends = [i for i, line in enumerate(self.lines, 1) if "epoch" in line]
-        start = ends[-1] if ends else 0
-        return self.lines[start:]
+        return len(self.updates)
 
     @property
     def best_epoch(self) -> int:
@@ -155,15 +147,15 @@ class TrainingLog:
 
     def updates_left(self, epoch: int) -> list[list[int]]:
         """What is left to do of the epoch at hand."""
-        done = len(self.epoch_lines)
+        done = self.step - sum(map(len, self.order[:epoch]))
         return self.order[epoch][done:]
 
     def end_update(self, loss: float, tokens: int) -> None:
         """loss: the mean of the update. tokens: of its examples, without padding, which
         --micro-tokens counts; the log's `tokens` are the sum of all updates so far."""
-        before = [line["tokens"] for line in self.lines if "lr" in line]
-        total = tokens + (before[-1] if before else 0)
-        self.write(self.step + 1, loss=loss, lr=self.optimizer.param_groups[0]["lr"], tokens=total)
+        total = tokens + (self.updates[-1]["tokens"] if self.updates else 0)
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.updates.append(self.write(self.step + 1, loss=loss, lr=lr, tokens=total))
         self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
         self.bar.update()
         if self.step % self.config.save_every == 0:
@@ -173,11 +165,10 @@ class TrainingLog:
         """validation: the loss that early stopping watches, None if there is none."""
         epoch = len(self.curve) + 1
         validation = processes.of_first(self.model, validation)  # all stop after the same epoch
-        if validation is not None and not math.isfinite(validation):
-            raise UserError(f"epoch {epoch}: validation loss {validation}, so it has diverged")
-        losses = [line["loss"] for line in self.epoch_lines]
-        mean = sum(losses) / len(losses)
-        self.write(self.step, epoch=epoch, loss=mean, **figures, validation=validation)
+        updates = self.updates[-len(self.order[epoch - 1]) :]
+        loss = sum(line["loss"] for line in updates) / len(updates)
+        line = self.write(self.step, epoch=epoch, loss=loss, **figures, validation=validation)
+        self.curve.append(line)
         if validation is not None and self.best_epoch == epoch:
             self.save("best.pt")
 
@@ -185,28 +176,39 @@ class TrainingLog:
         """Give the model the best epoch's weights. Returns figures for the metadata."""
         self.bar.close()
         self.file.close()
-        curve, best = self.curve, self.best_epoch
-        tokens = [line["tokens"] for line in self.lines if "lr" in line]
-        figures = {"steps": self.step, "tokens": tokens[-1], "seconds": curve[-1]["seconds"]}
-        figures |= {"loss": curve[best - 1]["loss"], "best_epoch": best, "curve": curve}
+        curve = self.curve
+        best = self.best_epoch
+        figures = {
+            "steps": self.step,
+            "tokens": self.updates[-1]["tokens"],
+            "seconds": curve[-1]["seconds"],
+            "loss": curve[best - 1]["loss"],
+            "best_epoch": best,
+            "curve": curve,
+        }
         if best < len(curve):
             self.load("best.pt")
         return figures
 
-    def write(self, step: int, **figures: Any) -> None:
-        """A line of the log."""
+    def write(self, step: int, **figures: Any) -> dict[str, Any]:
+        """Write a line of the log."""
         seconds = round(time.perf_counter() - self.began, 3)
-        self.lines.append({"step": step, "seconds": seconds, **figures})
-        self.file.write(files.dumps(self.lines[-1]))
+        line = {"step": step, "seconds": seconds, **figures}
+        self.file.write(files.dumps(line))
         self.file.flush()
+        return line
 
     def save(self, name: str) -> None:
         """Write a state, whole or not at all."""
         if not self.first:
             return
-        trained = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
-        state = {"weights": trained, "moments": self.optimizer.state_dict(), "lines": self.lines}
-        state["random"] = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+        state = {
+            "weights": {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad},
+            "moments": self.optimizer.state_dict(),
+            "random": (torch.get_rng_state(), torch.cuda.get_rng_state_all()),
+            "updates": self.updates,
+            "curve": self.curve,
+        }
         with files.draft_of(self.states / name) as draft:
             torch.save(state, draft)
 
@@ -218,4 +220,5 @@ class TrainingLog:
         self.optimizer.load_state_dict(state["moments"])
         torch.set_rng_state(state["random"][0])
         torch.cuda.set_rng_state_all(state["random"][1])
-        self.lines = state["lines"]
+        self.updates = state["updates"]
+        self.curve = state["curve"]
