@@ -37,7 +37,7 @@ class Config(Run):
     precision: str | None = free(None)  # of these stages
 
 
-# A tree is the list of its nodes, parents before children. The targets give one value per node.
+# A tree is the list of its nodes, parents before children.
 
 
 def children_of(tree: list[dict]) -> list[list[int]]:
@@ -67,35 +67,14 @@ def min_max(values: list[float]) -> list[float]:
 
 def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
     """The same nodes with `q_raw`, the target of this name, and `q`, its min-max in the tree."""
-    raw = TARGETS[target](tree, gamma)
+    if target == "q":
+        raw = q_values(tree, gamma)
+    else:
+        from qlass.optional.targets import TARGETS
+
+        raw = TARGETS[target](tree, gamma)
     values = zip(tree, raw, min_max(raw), strict=True)
     return [node | {"q_raw": value, "q": scaled} for node, value, scaled in values]
-
-
-# ----------------------------------------- other targets (Sec. 5.2, Fig. 4), which discount nothing
-
-
-def average_rewards(tree: list[dict], gamma: float) -> list[float]:
-    """The mean of the final rewards below a node (Math-Shepherd's soft estimate, Section 5.2)."""
-    children = children_of(tree)
-    total = [node.get("cut", node["reward"]) for node in tree]
-    leaves = [int("cut" in node or not below) for node, below in zip(tree, children, strict=True)]
-    for i in reversed(range(len(tree))):
-        total[i] += sum(total[child] for child in children[i])
-        leaves[i] += sum(leaves[child] for child in children[i])
-    return [rewards / n for rewards, n in zip(total, leaves, strict=True)]
-
-
-def branch_rewards(tree: list[dict], gamma: float) -> list[float]:
-    """The final reward of the branch that made the node; 0 if the demonstration stops early."""
-    ends = [node for node in tree if node["done"] or "cut" in node]
-    final = {node["branch"]: node.get("cut", node["reward"]) for node in ends}
-    rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]
-    return [min(rewards, default=0.0), *rewards]  # no branch made the root: the lowest
-
-
-TARGETS = {"q": q_values, "avg": average_rewards, "reward": branch_rewards}
-NEEDS = {"reward": ["branch", "done"]}  # fields of a node that not every tree has
 
 
 # --------------------------------------------------------------------------------------------- main
@@ -103,7 +82,8 @@ NEEDS = {"reward": ["branch", "done"]}  # fields of a node that not every tree h
 
 def metrics(labelled: list[list[dict]]) -> dict[str, Any]:
     """For the metadata."""
-    tasks, nodes = [tree[0]["task_id"] for tree in labelled], sum(map(len, labelled))
+    tasks = [tree[0]["task_id"] for tree in labelled]
+    nodes = sum(map(len, labelled))
     flat = sum(not any(node["q"] for node in tree) for tree in labelled)
     return {"tasks": tasks, "trees": len(tasks), "nodes": nodes, "flat_trees": flat}
 
@@ -112,8 +92,7 @@ def write_labels(config: Config) -> None:
     """The stage: q_labels.jsonl of trees.jsonl."""
     path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
     out = config.out or config.run / "q_labels.jsonl"
-    trees = read_trees(path, NEEDS.get(config.target, []))
-    labelled = [label(tree, config.target, config.gamma) for tree in trees]
+    labelled = [label(tree, config.target, config.gamma) for tree in read_trees(path)]
     if not labelled:
         raise UserError(f"{path}: holds no trees; build_trees.py writes them")
     counts = metrics(labelled)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import bellman
 from qlass import UserError, files, runs
 from qlass.files import read_jsonl
+from qlass.optional.targets import TARGETS, average_rewards, branch_rewards
 from qlass.runs import meta_of
 
 
@@ -49,7 +50,7 @@ def test_values_by_hand(target, raw):
     assert bellman.q_values(on_the_way, 0.5) == pytest.approx([0.4, 0.8, 1.0])
 
 
-@pytest.mark.parametrize("target", bellman.TARGETS)
+@pytest.mark.parametrize("target", ["q", *TARGETS])
 def test_a_flat_tree_tells_nothing_apart(target):
     flat = [node(0, None), node(1, 0, branch=1), node(2, 1, branch=1, done=True), node(3, 0, branch=2, done=True)]
     assert all(v == (0.0, 0.0) for v in values(flat, target).values())
@@ -76,7 +77,7 @@ def paths_below(tree: list[dict], start: int) -> list[list[dict]]:
 
 @given(grown_trees(), st.floats(0.05, 1), st.permutations(range(25)))
 def test_all_targets_equal_brute_force_whatever_the_names_of_nodes(tree, gamma, names):
-    q, average, branch = (bellman.TARGETS[t](tree, gamma) for t in ("q", "avg", "reward"))
+    q, average, branch = bellman.q_values(tree, gamma), average_rewards(tree, gamma), branch_rewards(tree, gamma)
     for n in tree:
         paths = paths_below(tree, n["node_id"])
         best = max(sum(gamma**t * m["reward"] for t, m in enumerate(path)) for path in paths)

@@ -14,6 +14,7 @@ from typing import Literal
 import bellman
 from bellman import children_of
 from qlass.config import read, run_stage
+from qlass.optional.targets import TARGETS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,7 @@ def mc(tree: list[dict], gamma: float) -> list[float]:
 
 def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
-    bellman.TARGETS |= {"td": td, "mc": mc}
-    bellman.NEEDS["mc"] = bellman.NEEDS["reward"]
+    TARGETS.update(td=td, mc=mc)
     bellman.write_labels(config)
 
 
