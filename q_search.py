@@ -76,7 +76,7 @@ class Config(Sampling):
     skip: Natural = free(0)  # leave out the first tasks
     sft: Path | None = free(None)  # the agent's checkpoint (RUN/sft, made if missing)
     qnet: str | None = free(None)  # folder, or URL[#MODEL] of a server (RUN/qnet, made if missing)
-    out: Path = free(Path("RUN/results.jsonl"))  # its lines are not played again
+    out: Path | None = free(None)  # RUN/results.jsonl; its lines are not played again
     label: str | None = None  # a variant's name, kept in each line
     max_steps: Positive | None = None  # the environment's
 
@@ -240,13 +240,6 @@ def choose_episode(episodes: list[Episode], by: str | None) -> Generator[Any, An
 # --------------------------------------------------------------------------------------------- main
 
 
-def settings_of(kind: type[Config], doc: str | None, argv: list[str] | None) -> Config:
-    """The settings of a command that plays tasks."""
-    config = read(kind, doc, argv)
-    named = config.out != kind.out
-    return config if named else dataclasses.replace(config, out=config.run / kind.out.name)
-
-
 def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:
     """The environment that the settings name, and the tasks to play in it."""
     options = {"max_steps": config.max_steps} if config.max_steps else {}
@@ -277,7 +270,7 @@ def load(
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = settings_of(Config, __doc__, argv)
+    config = read(Config, __doc__, argv)
     env, tasks = environment(config)
     names = dict.fromkeys(config.method)
     plan = [method for name in names for method in methods_of(name, config)]

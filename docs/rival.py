@@ -13,7 +13,7 @@ from q_search import Method, distinct_actions
 from qlass import results
 from qlass.batching import ask
 from qlass.chat import Chat
-from qlass.config import run_stage
+from qlass.config import read, run_stage
 from qlass.messages import State, parse_action
 from qlass.results import Episode, Step, costs_of, describe
 
@@ -41,7 +41,7 @@ class Vote(Method):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = q_search.settings_of(q_search.Config, __doc__, argv)
+    config = read(q_search.Config, __doc__, argv)
     env, tasks = q_search.environment(config)
     plan = [Vote("vote", M=m) for m in config.M]
     chat, models, inputs = q_search.load(config, env, with_q=any(method.needs_q for method in plan))

@@ -30,7 +30,7 @@ from q_search import Method, methods_of
 from qlass import UserError, results
 from qlass.batching import Sample, Score
 from qlass.chat import Chat
-from qlass.config import Natural, Positive, free, run_stage
+from qlass.config import Natural, Positive, free, read, run_stage
 from qlass.messages import State, parse_action, react
 from qlass.results import Episode, Step, describe
 
@@ -209,7 +209,7 @@ def everything(env: envs.TextEnv, config: Config) -> list[Method]:
 
 
 def settings_of(argv: list[str] | None) -> Config:
-    config = q_search.settings_of(Config, __doc__, argv)
+    config = read(Config, __doc__, argv)
     if not config.M:
         config = dataclasses.replace(config, M=(2, 4, 6) if "all" in config.method else (2,))
     if config.paraphrase is not None or config.paraphrase_server:

@@ -20,7 +20,7 @@ import envs
 import q_search
 from qlass import UserError, results
 from qlass.batching import Score
-from qlass.config import free, run_stage
+from qlass.config import free, read, run_stage
 from qlass.messages import State, parse_action
 from qlass.runs import find_or_make
 from qlass.trees import read_trees
@@ -28,7 +28,7 @@ from qlass.trees import read_trees
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config):
-    out: Path = free(Path("RUN/results-lookup.jsonl"))  # its lines are not played again
+    out: Path | None = free(None)  # RUN/results-lookup.jsonl; its lines are not played again
     labels: Path | None = free(None)  # RUN/q_labels.jsonl, made if missing
 
 
@@ -56,7 +56,8 @@ def look_up(trees: Iterable[list[dict]], env: envs.TextEnv) -> Callable[[list[Sc
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = q_search.settings_of(Config, __doc__, argv)
+    config = read(Config, __doc__, argv)
+    config = dataclasses.replace(config, out=config.out or config.run / "results-lookup.jsonl")
     env, tasks = q_search.environment(config)
     if not env.markov:
         raise UserError(f"{env.name}: its observations do not tell the state, so that nothing can be looked up")

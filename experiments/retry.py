@@ -19,7 +19,7 @@ from q_search import Method, episode
 from qlass import results
 from qlass.batching import Score
 from qlass.chat import Chat
-from qlass.config import free, run_stage
+from qlass.config import free, read, run_stage
 from qlass.messages import State
 from qlass.optional.server import Server, or_refused
 
@@ -79,7 +79,7 @@ def plan_of(config: Config) -> list[Method]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = q_search.settings_of(Config, __doc__, argv)
+    config = read(Config, __doc__, argv)
     env, tasks = q_search.environment(config)
     plan = plan_of(config)
     chat, models, inputs = q_search.load(config, env, with_q=any(method.needs_q for method in plan))

@@ -30,7 +30,7 @@ from q_search import Method, distinct_actions
 from qlass import UserError, results, runs
 from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
-from qlass.config import Bounds, Positive, Real, Share, free, run_stage
+from qlass.config import Bounds, Positive, Real, Share, free, read, run_stage
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Step, costs_of, describe
 
@@ -257,7 +257,7 @@ def plan_of(config: Config, gamma: float) -> list[TreeSearch]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = q_search.settings_of(Config, __doc__, argv)
+    config = read(Config, __doc__, argv)
     if not config.method:
         raise UserError("--method: name one or more of lookahead, beam, mcts, particles")
     env, tasks = q_search.environment(config)

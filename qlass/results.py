@@ -158,7 +158,8 @@ def play(
 
         return show(config, env, tasks, plan, chat, models)
     recipe = recipe_of(config.recipe() | env.settings | settled(config) | facts, inputs)
-    out = Output(config.out, config, recipe, inputs, identity)
+    path = config.out or config.run / "results.jsonl"
+    out = Output(path, config, recipe, inputs, identity)
     before = len(out.groups)
     width = config.in_flight or env.side_by_side
     shared = {"env": env.name, "split": config.split, "label": config.label}
@@ -192,11 +193,11 @@ def play(
     out.finish([*chain(*keys.values())], **figures)
     nothing_new = len(out.groups) == before
     if nothing_new:
-        refuse_stale(config.out, [sft, qnet] if any(m.needs_q for m in plan) else [sft])
+        refuse_stale(path, [sft, qnet] if any(m.needs_q for m in plan) else [sft])
     for method, task_of in keys.items():
         tell(method, [out.groups[key][0] for key in task_of if key in out.groups], config.split)
     if nothing_new:
-        print(f"{config.out}: all of this was played before; --overwrite empties it first")
+        print(f"{path}: all of this was played before; --overwrite empties it first")
 
 
 def refuse_stale(out: Path, checkpoints: list[Path]) -> None:

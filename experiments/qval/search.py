@@ -18,7 +18,7 @@ from experiments.qval.judges import JUDGED
 from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, available, entry, inputs
 from qlass import UserError, results, runs
 from qlass.batching import Sample
-from qlass.config import Share, free
+from qlass.config import Share, free, read
 from qlass.messages import State, uniforms
 
 
@@ -74,7 +74,7 @@ def planned(config: Config, context: Context) -> tuple[list[Steered], dict[str, 
 
 
 def main(argv: list[str]) -> None:
-    config = q_search.settings_of(Config, __doc__, argv)
+    config = read(Config, __doc__, argv)
     if config.method != ("qlass",):
         raise UserError("--method: search follows what --scorer names; q_search.py plays the methods")
     env, tasks = q_search.environment(config)
@@ -83,5 +83,6 @@ def main(argv: list[str]) -> None:
     chat, models, used = q_search.load(config, env, any(method.needs_q for method in plan))
     context.cache["sft"] = models[Sample].__self__  # scores ask the agent that is loaded
     models[Call] = answer
-    earlier = {name: runs.input_of(config.out, name) for name in runs.meta_of(config.out)["inputs"]}
+    out = config.out or config.run / "results.jsonl"
+    earlier = {name: runs.input_of(out, name) for name in runs.meta_of(out)["inputs"]}
     results.play(config, env, tasks, plan, chat, models, earlier | paths | used)
