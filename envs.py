@@ -21,18 +21,22 @@ and what the engine itself reports (`clickables`, `admissible_commands`, `won`, 
 from __future__ import annotations
 
 import copy
-import difflib
-import importlib
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 
-from environments import code_of, fair_order, fingerprint
-from environments.guard import Guarded, build, describe_options, options_of
+from environments import code_of, contents_of, fair_order
+from environments.guard import (
+    Guarded,
+    build,
+    check_forks,
+    checked_limit,
+    class_named,
+    describe_options,
+    options_of,
+)
 from environments.hooks import Hooks
 from environments.rules import check
 from environments.spaces import AnyText
@@ -69,10 +73,7 @@ class TextEnv(Guarded, Hooks, gymnasium.Env):
     ) -> None:
         """max_steps: None for no limit. instruction: a file with another first user message."""
         if max_steps is not UNSET:
-            if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
-                reason = "a number of steps is expected, or null for no limit"
-                raise UserError(f"{self.name}: max_steps={max_steps}: {reason}")
-            self.max_steps = max_steps
+            self.max_steps = checked_limit(self.name, max_steps)
         if instruction:
             self.instruction = Path(instruction).read_text(encoding="utf-8-sig")
         self.observation_space = self.action_space = AnyText(20)
@@ -182,21 +183,7 @@ for _name, _class in ENVIRONMENTS.items():  # gymnasium.make("envs:qlass/WebShop
 
 def environment_class(name: str) -> type[TextEnv]:
     """The class of an environment by its name, or by MODULE:CLASS for one of your own."""
-    module, _, kind = ENVIRONMENTS.get(name, name).partition(":")
-    if "" not in sys.path:
-        sys.path.append("")  # a module of the folder at hand, as with `python -m`
-    try:
-        environment = getattr(importlib.import_module(module), kind)
-    except (ImportError, AttributeError, ValueError) as error:
-        near = difflib.get_close_matches(name, ENVIRONMENTS, 1)
-        if near and name not in ENVIRONMENTS:
-            raise UserError(f"--env {name}: perhaps you meant {near[0]}") from None
-        choice = f"there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
-        hidden = "is a folder of yours named as one of ours?"
-        raise UserError(f"--env {name}: {error}; {choice} ({hidden})") from None
-    if not (isinstance(environment, type) and issubclass(environment, TextEnv)):
-        raise UserError(f"--env {name}: {kind} is no class that is derived from envs.TextEnv")
-    return environment
+    return class_named(name, ENVIRONMENTS, TextEnv)
 
 
 MORE_HELP.append(lambda name: describe_options(name, environment_class(name)))
@@ -223,17 +210,17 @@ def from_config(config: Run, **options: Any) -> TextEnv:
     the content of the files that they name, and the version of its rules.
     """
     texts, named = options_of(environment_class(config.env), list(config.env_option), options)
-    paths = {name: value for name, value in named.items() if isinstance(value, str)}
-    contents = {n: fingerprint(path) for n, path in paths.items() if os.path.exists(path)}
-    if begun_with(config.run).get("env_files", contents) != contents:
+    files = contents_of(named)
+    if begun_with(config.run).get("env_files", files) != files:
         warn(f"{config.run} was begun with other files than --env-option names now: put them back")
     env = make(config.env, **named, **options)
-    env.settings = {"env": config.env, "env_option": texts, "env_files": contents}
-    env.settings["env_version"] = env.version
+    env.settings = {
+        "env": config.env,
+        "env_option": texts,
+        "env_files": files,
+        "env_version": env.version,
+    }
     if config.env not in ENVIRONMENTS:
         env.settings["env_code"] = code_of(type(env))
-    in_flight = getattr(config, "in_flight", None) or 1
-    if config.env not in ENVIRONMENTS and in_flight > env.side_by_side:
-        reason = f"{env.name} may have {env.side_by_side} open at once, its side_by_side"
-        raise UserError(f"--in-flight {in_flight}: {reason}")
+        check_forks(env, getattr(config, "in_flight", None))
     return env

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from qlass import UserError
 
@@ -90,6 +91,12 @@ def imports_of(source: bytes, package: str) -> Iterator[str]:
             if node.level:
                 name = importlib.util.resolve_name("." * node.level + name, package)
             yield from (name, *(f"{name}.{alias.name}" for alias in node.names))
+
+
+def contents_of(options: dict[str, Any]) -> dict[str, str]:
+    """The fingerprint of each file or folder that an option names."""
+    paths = {name: value for name, value in options.items() if isinstance(value, str)}
+    return {name: fingerprint(path) for name, path in paths.items() if os.path.exists(path)}
 
 
 def fingerprint(path: str) -> str:

@@ -7,12 +7,14 @@ import contextlib
 import copy
 import difflib
 import functools
+import importlib
 import inspect
 import itertools
 import json
 import math
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -217,6 +219,36 @@ def guarded(method: Callable, around: Callable, name: str) -> Callable:
 
     call.guarded = call  # a decorator's copy of this attribute is not the function that has it
     return call
+
+
+def class_named(name: str, known: dict[str, str], base: type) -> Any:
+    """A class derived from `base`, by its name among the known ones or by MODULE:CLASS."""
+    module, _, kind = known.get(name, name).partition(":")
+    if "" not in sys.path:
+        sys.path.append("")  # a module of the folder at hand, as with `python -m`
+    try:
+        found = getattr(importlib.import_module(module), kind)
+    except (ImportError, AttributeError, ValueError) as error:
+        choice = f"there are {', '.join(known)}, and MODULE:CLASS for your own"
+        hidden = "is a folder of yours named as one of ours?"
+        raise UserError(f"--env {name}: {error}; {choice} ({hidden})") from None
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(f"--env {name}: {kind} is no class that is derived from envs.{base.__name__}")
+    return found
+
+
+def checked_limit(name: str, steps: Any) -> int | None:
+    if steps is not None and (type(steps) is not int or steps < 1):
+        reason = "a number of steps is expected, or null for no limit"
+        raise UserError(f"{name}: max_steps={steps}: {reason}")
+    return steps
+
+
+def check_forks(env: Any, in_flight: int | None) -> None:
+    """UserError for more forks side by side than a class of your own allows."""
+    if (in_flight or 1) > env.side_by_side:
+        reason = f"{env.name} may have {env.side_by_side} open at once, its side_by_side"
+        raise UserError(f"--in-flight {in_flight}: {reason}")
 
 
 def build(name: str, kind: type, options: dict[str, Any]) -> Any:
