@@ -213,13 +213,7 @@ def load(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> tupl
     if config.expert:  # prompts at inference begin as these demonstrations do
         for name, text in published.first_messages(env, expert).items():
             setattr(chat.rendering, name, text)
-    adapter = models.prepare_training(
-        model,
-        rank=config.lora,
-        alpha=config.lora_alpha,
-        checkpointing=config.gradient_checkpointing,
-    )
-    return model, chat, adapter
+    return model, chat, models.prepare_training(model, config)
 
 
 def tokenize(

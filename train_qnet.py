@@ -279,12 +279,7 @@ def load(sft: Path, config: Config) -> tuple[QNet, Any]:
     options = agent.loading(sft, config)
     backbone, chat = models.load_checkpoint(sft, AutoModel, train=all_weights, **options)
     qnet = QNet(backbone, chat)
-    adapter = models.prepare_training(
-        backbone,
-        rank=config.lora,
-        alpha=config.lora_alpha,
-        checkpointing=config.gradient_checkpointing,
-    )
+    adapter = models.prepare_training(backbone, config)
     if config.freeze:
         backbone.requires_grad_(False)
     return qnet, adapter

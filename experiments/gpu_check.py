@@ -22,7 +22,7 @@ from qlass import UserError, models
 from qlass.agent import load_policy
 from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
-from qlass.config import parse, run_stage
+from qlass.config import Memory, parse, run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.messages import State
 from qlass.pairs import pairs_of
@@ -103,7 +103,7 @@ def training(
 ) -> str:
     """Peak memory, tokens a second and model FLOP utilisation of packed QNet training, as cells of a row."""
     backbone, chat = models.load_checkpoint(run / "base", transformers.AutoModel, None, load_in, train=not lora)
-    models.prepare_training(backbone, lora, None, checkpointing)
+    models.prepare_training(backbone, Memory(lora=lora, gradient_checkpointing=checkpointing))
     qnet = QNet(backbone, chat).train()
     optimizer = models.adamw([(qnet, 1e-5)], optim)
     pairs = [[pair] for tree in read_trees(run / "q_labels.jsonl", ["q", "messages"]) for pair in pairs_of(tree)]

@@ -121,7 +121,7 @@ def trainable(sft: Path, config: Config, kind: Any) -> tuple[Any, Chat, Any]:
     """`sft` as a model of class `kind` that trains as the settings ask, its Chat, and PEFT's view of LoRA's updates."""
     how = {"train": not config.lora, "rendering": Rendering.load(sft, config)}
     model, chat = models.load_checkpoint(sft, kind, config.device, config.load_in, **how)
-    adapter = models.prepare_training(model, config.lora, config.lora_alpha, config.gradient_checkpointing)
+    adapter = models.prepare_training(model, config)
     # Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled.
     rates = ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop")
     for module, name in itertools.product(model.modules(), rates):

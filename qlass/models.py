@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, utils
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
+from qlass.config import Memory
 from qlass.files import draft_of, one_line
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -159,21 +160,19 @@ def load_chat(path: str | Path, rendering: Rendering, tokenizer_at: Any = None) 
 # ---------------------------------------------------------------------------- training and saving
 
 
-def prepare_training(
-    model: Any, rank: int | None = None, alpha: int | None = None, checkpointing: bool = False
-) -> Any:
-    """Prepare an agent's model for training, in place: LoRA's updates of this rank and alpha, and
-    gradient checkpointing. Returns PEFT's view of the model, None without LoRA."""
+def prepare_training(model: Any, config: Memory) -> Any:
+    """Prepare an agent's model for training, in place: LoRA's updates, gradient checkpointing.
+    Returns PEFT's view of the model, None without LoRA."""
     refuse_qnet(model.name_or_path)
     if getattr(model, "stored_in_few_bits", False):
         advice = "train the model that it was made from, by --load-in 4bit --lora 16"
         raise UserError(f"{model.name_or_path}: saved in few bits, which training loses; {advice}")
     adapter = None
-    if rank:
+    if config.lora:
         from qlass.optional import lora
 
-        adapter = lora.attach(model, rank, alpha)
-    if checkpointing:
+        adapter = lora.attach(model, config.lora, config.lora_alpha)
+    if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return adapter
 

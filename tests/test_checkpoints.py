@@ -28,6 +28,7 @@ import train_qnet
 from qlass import UserError, models
 from qlass.agent import load_policy
 from qlass.chat import Rendering
+from qlass.config import Memory
 from qlass.files import warn_once
 from qlass.messages import State
 from qlass.optional import foreign, lora
@@ -35,6 +36,7 @@ from train_qnet import QNet
 
 CHAT = word_chat()
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
+LORA = Memory(lora=2)
 
 
 def rewrite(folder: Path, weights: dict | None = None, name: str = "config.json", **settings) -> Path:
@@ -244,7 +246,7 @@ def test_a_relative_base_may_begin_here_or_at_the_adapter(tmp_path, copy, base, 
 def test_an_adapter_beside_full_weights_is_refused(tmp_path, agent):
     """They are loaded without it, but as its base."""
     model, chat = models.load_checkpoint(agent, hf.AutoModelForCausalLM)
-    models.save_checkpoint(model, chat, tmp_path, models.prepare_training(model, 2))
+    models.save_checkpoint(model, chat, tmp_path, models.prepare_training(model, LORA))
     models.load_checkpoint(tmp_path, hf.AutoModelForCausalLM)  # with adapter/, which is merged
     adapter(tmp_path, tmp_path)
     adapter(agent, tmp_path / "b")
@@ -326,13 +328,13 @@ def test_a_training_that_cannot_train_what_was_asked_says_so(tmp_path, agent, va
     CHAT.save(tmp_path)
     few, _ = models.load_checkpoint(tmp_path, hf.AutoModelForCausalLM, None, plain=True)
     with pytest.raises(UserError, match="saved in few bits"):
-        models.prepare_training(few)
+        models.prepare_training(few, Memory())
     peft.get_peft_model(few, peft.LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path / "lora")
     with pytest.raises(UserError, match="needs its base in full"):
         load_policy(tmp_path / "lora")
     net, _ = models.load_checkpoint(value_net, hf.AutoModel, None)
     with pytest.raises(UserError, match="a QNet, not an agent"):
-        models.prepare_training(net)
+        models.prepare_training(net, Memory())
     with pytest.raises(UserError, match="tiny model is trained from scratch"):
         sft.load(sft.Config(lora=8), FakeEnv(), [])
 
@@ -341,7 +343,7 @@ def test_a_training_that_cannot_train_what_was_asked_says_so(tmp_path, agent, va
 def test_lora_is_tried_before_a_training(name):
     """By PEFT's refusal, or in the forward of experts that LoRA gives no shape to."""
     with pytest.raises(UserError, match=r"--lora can't train it \((ValueError|AttributeError)") as error:
-        models.prepare_training(tiny(name), rank=2)
+        models.prepare_training(tiny(name), LORA)
     assert "\n" not in str(error.value)
 
 
@@ -379,7 +381,7 @@ def test_a_gguf_file_is_read_in_full_width_or_refused(tmp_path, more, reason):
     if reason:
         return
     assert torch.equal(model.get_input_embeddings().weight, weights["embed_tokens.weight"])
-    assert models.prepare_training(model, rank=2)
+    assert models.prepare_training(model, LORA)
     refused((tmp_path / "m.gguf").rename(tmp_path / "m-00001-of-00003.gguf"), "one of several files of a model; join")
 
 
