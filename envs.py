@@ -40,7 +40,6 @@ from environments.guard import (
 from environments.hooks import Hooks
 from environments.rules import check
 from environments.spaces import AnyText
-from qlass import UserError
 from qlass.config import MORE_HELP, Run, begun_with
 from qlass.files import warn
 
@@ -136,18 +135,6 @@ class TextEnv(Guarded, Hooks, gymnasium.Env):
     def reward_if_cut(self) -> float:
         """What the environment pays if the episode is cut here, by a limit of steps."""
         return 0.0
-
-    def outcome(self, reward: Any, done: bool) -> float:
-        """A step's reward as a number: 0, but for the last step's, which is in [0, 1].
-
-        1 is success. UserError for any other reward: success, the trees' line 9 and the labels
-        would be wrong without a word.
-        """
-        value = float(reward)
-        if not 0 <= value <= 1 or (value and not done):
-            rule = "an episode earns 0 to 1 with its last step, and 0 before; 1 is success"
-            raise UserError(f"{self.name}: a step earned {reward}, but {rule}")
-        return value
 
     # A player yields (thought, action); its caller steps this environment between two of them.
 

@@ -122,7 +122,7 @@ def shown(observation: Any, info: dict) -> tuple[Any, dict]:
 
 def step(method: Callable, env: Any, action: str) -> tuple:
     """After the end the last answer, without its reward. numpy's booleans become Python's, which JSON knows; the
-    reward's type is the business of `TextEnv.outcome`."""
+    reward's type is the business of `outcome`."""
     if env.playing is None:
         raise UserError(f"{env.name}: step before reset: no task is being played")
     if env.final_answer:
@@ -197,8 +197,21 @@ TOLD = ("step", "canonical", "split_ids", "task_type", "subject", "block")  # wh
 class Guarded:
     """What stands between its subclasses and their callers: the functions above, around the methods of these names."""
 
+    name: str
     playing: str | None = None  # the task of the last reset, which a crash names
     final_answer: tuple | None = None  # the last one of an episode that has ended
+
+    def outcome(self, reward: Any, done: bool) -> float:
+        """A step's reward as a number: 0, but for the last step's, which is in [0, 1].
+
+        1 is success. UserError for any other reward: success, the trees' line 9 and the labels would be wrong without
+        a word.
+        """
+        value = float(reward)
+        if not 0 <= value <= 1 or (value and not done):
+            rule = "an episode earns 0 to 1 with its last step, and 0 before; 1 is success"
+            raise UserError(f"{self.name}: a step earned {reward}, but {rule}")
+        return value
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

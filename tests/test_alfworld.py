@@ -18,6 +18,7 @@ from environments.alfworld import games as alfworld_data
 from environments.alfworld.env import ALFWorldEnv
 from environments.alfworld.expert import Memory, plan, told
 from experiments.belief import draw, imagine
+from qlass import UserError
 
 
 @pytest.fixture(scope="session")
@@ -299,7 +300,7 @@ def test_a_broken_game_is_skipped_as_by_the_original_and_not_called_unsolvable(m
     env = envs.make("alfworld", data=tmp_path)
     assert env.task_ids("all") == ["train/a/good"]
     assert caplog.messages[0].startswith("skipped 2 of 3 games") and words in caplog.messages[0]
-    with pytest.raises(envs.UserError, match=words):
+    with pytest.raises(UserError, match=words):
         env.reset(options={"task_id": "train/a/bad"})
 
 

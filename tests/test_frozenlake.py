@@ -5,6 +5,7 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 import envs
 from environments.frozenlake import lake as frozenlake
+from qlass import UserError
 
 
 @pytest.mark.parametrize("steps", [1, 4, None])  # that are left; None: any number
@@ -60,7 +61,7 @@ def test_texts_rewards_and_limits():
     invalid = "Invalid action: choose left, down, right or up. At cell 22."
     assert [env.step("dance")[:4] for _ in range(3)] == [(invalid, 0.0, False, cut) for cut in (False, False, True)]
     for task in ("4x4/50", "4x4/11", "lakes/99/00"):  # beyond the map, a hole, no such lake
-        with pytest.raises(envs.UserError, match="frozenlake"):
+        with pytest.raises(UserError, match="frozenlake"):
             env.reset(options={"task_id": task})
     env = envs.make("frozenlake", map="lakes")
     assert env.reset(options={"task_id": "lakes/7/00"})[0] == "At cell 00 of lake 7."

@@ -8,6 +8,7 @@ pytest.importorskip("scienceworld")
 import envs
 from environments.sciworld import simulator as sciworld
 from environments.sciworld import tasks
+from qlass import UserError
 from qlass.messages import replay
 
 BOIL = "Your task is to boil water. For compounds without a boiling point, combusting the substance is also acceptable."
@@ -61,14 +62,14 @@ def test_published_splits(tmp_path):
     assert env.task_ids("test_seen") == ["test_seen/boil/14"] and len(env.task_ids("all")) == 5
     assert sorted(env.task_ids("test")) == ["test_unseen/boil/21", "test_unseen/lifespan-longest-lived/93"]
     (tmp_path / "test_indices.json").write_text('[["boil", 30]]')
-    with pytest.raises(envs.UserError, match="has no boil 30"):
+    with pytest.raises(UserError, match="has no boil 30"):
         env.task_ids("test")
 
 
 def test_a_task_by_its_old_name_begins_as_in_etos_layout(env):
-    with pytest.raises(envs.UserError, match="unknown task 'fry': choose of boil, "):
+    with pytest.raises(UserError, match="unknown task 'fry': choose of boil, "):
         envs.make("sciworld", tasks="boil,fry", simulators=1).task_ids("test")
-    with pytest.raises(envs.UserError, match="boil 21 is in test_unseen, not in train"):
+    with pytest.raises(UserError, match="boil 21 is in test_unseen, not in train"):
         env.reset(options={"task_id": "train/boil/21"})
     observation, info = env.reset(options={"task_id": "train/task-1-boil/0"})
     assert observation.startswith("Task Description:\n" + BOIL) and info["task"].startswith(BOIL)

@@ -18,6 +18,7 @@ import envs
 from environments.webshop import catalogue as webshop_data
 from environments.webshop import engine as webshop
 from environments.webshop import search as webshop_search
+from qlass import UserError
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
@@ -70,7 +71,7 @@ def test_published_splits():
     sizes = {name: len(indices) for name, indices in splits.items()}
     assert sizes == {"all": 12_087, "train": 1823, "test": 200, "test_500": 500}
     assert len({*splits["train"]} & {*splits["test"]}) == 21
-    with pytest.raises(envs.UserError, match=r"_indices.*only 6910 goals"):
+    with pytest.raises(UserError, match=r"_indices.*only 6910 goals"):
         real_shop(split_file=SHARED)
 
 
@@ -144,7 +145,7 @@ def test_the_small_catalogues_attributes_are_not_taken_for_the_full_ones(shop, t
     shop()
     (tmp_path / "items_ins_v2.json").rename(tmp_path / "items_ins_v2_1000.json")
     webshop.load.cache_clear()
-    with pytest.raises(envs.UserError, match=r"found none of items_ins_v2\.json.*\(docs/paper\.md, section Data"):
+    with pytest.raises(UserError, match=r"found none of items_ins_v2\.json.*\(docs/paper\.md, section Data"):
         envs.make("webshop", data=tmp_path)
     (tmp_path / "items_shuffle_1000.json").write_text(json.dumps([SHIRT]))
     assert len(envs.make("webshop", data=tmp_path, goals=tmp_path / "goals.json").shop.products) == 1
