@@ -46,17 +46,12 @@ class Policy:
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """a ~ pi(a | s), n times for each request."""
-        choices = [r for r in requests if r.valid]
-        others = [r for r in requests if not r.valid]
-        logprobs = iter(self.valid_logprobs(choices))
-        texts = iter(self.texts(others))
+        logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
+        texts = iter(self.texts([r for r in requests if not r.valid]))
 
         answers = []
         for request in requests:
-            if request.valid:
-                drawn = self.choose(request, next(logprobs))
-            else:
-                drawn = next(texts)
+            drawn = self.choose(request, next(logprobs)) if request.valid else next(texts)
             self.check([candidate.logprob for candidate in drawn])
             answers.append(drawn)
         return answers
