@@ -30,7 +30,6 @@ import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -238,35 +237,31 @@ class Explorer:
 # --------------------------------------------------------------------------------------------- main
 
 
-def grow(
-    env: envs.TextEnv,
-    rendering: Rendering,
-    demonstrations: dict[str, Demonstration] | None,
-    config: Config,
-    depth: int,
-    task_id: str,
-) -> Generator[Sample, list[Candidate], list[dict]]:
-    """The lines of a task's tree."""
-    limits = [config.steps or env.tree_steps]
+def explorers_of(
+    config: Config, env: envs.TextEnv, rendering: Rendering, depth: int, tasks: list[str]
+) -> Iterator[Explorer]:
+    """An Explorer for each task."""
+    steps = config.steps or env.tree_steps
     if isinstance(env.max_steps, int):  # else there is none, or each task has its own ("eto")
-        limits.append(env.max_steps)
-    explorer = Explorer(
-        env.fork(),
-        task_id,
-        rendering,
-        max_depth=depth,
-        width=config.width,
-        max_rollouts=config.rollouts or math.inf,
-        max_steps=min(limits),
-        prune=config.prune,
-    )
+        steps = min(steps, env.max_steps)
+    rollouts = config.rollouts or math.inf
+    for task_id in tasks:
+        explorer = Explorer(env.fork(), task_id, rendering, depth, config.width, rollouts, steps)
+        explorer.prune = config.prune
+        yield explorer
+
+
+def grow(
+    explorer: Explorer, demonstrations: dict[str, Demonstration] | None
+) -> Generator[Sample, list[Candidate], list[dict]]:
+    """The lines of a task's tree; of a task that a server refuses its root, which says why."""
     try:
         root = yield from explorer.explore(demonstrations)
-    except Refused as error:  # the tree is its root, which says why
-        records = tree_records(env, task_id, explorer.root())
+    except Refused as error:
+        (record,) = tree_records(explorer.env, explorer.task_id, explorer.root())
         explorer.env.close()
-        return [records[0] | {"refused": str(error)}]
-    return tree_records(env, task_id, root)
+        return [record | {"refused": str(error)}]
+    return tree_records(explorer.env, explorer.task_id, root)
 
 
 def tell(path: Path, counts: dict[str, Any]) -> None:
@@ -300,7 +295,8 @@ def main(argv: list[str] | None = None) -> None:
     tokens = None  # unknown if an earlier call or another process made some of the trees
     if todo:
         agent = load_agent(sft, config, env)
-        growing = map(partial(grow, env, agent.chat.rendering, demonstrations, config, depth), todo)
+        explorers = explorers_of(config, env, agent.chat.rendering, depth, todo)
+        growing = (grow(explorer, demonstrations) for explorer in explorers)
         groups = drive(growing, {Sample: agent.sample}, config.in_flight or env.side_by_side)
         trees.grow(groups, "trees", len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
