@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -149,11 +148,7 @@ def load_chat(path: str | Path, rendering: Rendering, tokenizer_at: Any = None) 
         tokenizer = hf.AutoTokenizer.from_pretrained(**source(tokenizer_at), config=config)
         if not tokenizer.chat_template:
             tokenizer.chat_template = foreign.template_of_processor(tokenizer_at)
-        generation = hf.GenerationConfig.from_model_config(config)
-        with contextlib.suppress(OSError):  # not every checkpoint has one
-            generation = hf.GenerationConfig.from_pretrained(path)
-        ends = generation.eos_token_id  # of a turn
-        ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
+        ends = foreign.ends_of(path, config)
         return Chat(tokenizer, rendering, foreign.context_of(config), ends)
 
 

@@ -100,7 +100,11 @@ class Policy:
         greedy = temperature == 0
         logp = (logits.float() / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
 
-        p = truncated(logp.double().exp(), rendering.top_k, rendering.top_p)
+        p = logp.double().exp()
+        if rendering.top_k or rendering.top_p < 1:
+            from qlass.optional.truncation import truncated
+
+            p = truncated(p, rendering.top_k, rendering.top_p)
         cumulative = p.cumsum(-1)
         u = noise[:, None] * cumulative[:, -1:]  # what is kept need not sum to 1
         drawn = torch.searchsorted(cumulative, u, right=True)
@@ -196,17 +200,3 @@ class Policy:
         if not np.isfinite(logprobs).all():
             problem = "its log-probabilities are not finite: its weights are damaged, or overflow"
             raise UserError(f"{self.model.name_or_path}: {problem} (try --precision float32)")
-
-
-def truncated(p: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Probabilities (B, V), 0 for all but the k likeliest, and of these for all but the fewest that
-    hold top_p."""
-    if not top_k and top_p >= 1:
-        return p
-    values, order = p.sort(dim=-1, descending=True, stable=True)
-    if top_k:
-        values[:, top_k:] = 0
-    before = values.cumsum(-1) - values  # what likelier ones hold
-    total = values.sum(-1, keepdim=True)
-    keep = before < top_p * total
-    return torch.zeros_like(p).scatter(-1, order, values * keep)

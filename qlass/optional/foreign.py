@@ -3,6 +3,7 @@ from_pretrained, so that nothing of it is dropped without a word."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GgufConfig, ProcessorMixin
+from transformers import GenerationConfig, GgufConfig, ProcessorMixin
 
 from qlass import UserError
 from qlass.batching import LogProb
@@ -201,6 +202,15 @@ def context_of(config: Any) -> int | None:
     if rope.get("rope_type") == "yarn":  # added by a model card's advice, and the length left
         return max(length, int(trained * rope["factor"]))
     return length
+
+
+def ends_of(path: str | Path, config: Any) -> list[int]:
+    """The tokens that end a turn, beside the chat template's own."""
+    generation = GenerationConfig.from_model_config(config)
+    with contextlib.suppress(OSError):  # not every checkpoint has one
+        generation = GenerationConfig.from_pretrained(path)
+    ends = generation.eos_token_id
+    return ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
 
 
 def template_of_processor(path: str | Path) -> Any:
