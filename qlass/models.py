@@ -106,24 +106,16 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
     if is_adapter(path):
         from qlass.optional import lora
 
-        base = load_weights(lora.base_of(path), AutoModelForCausalLM, options)
-        model = lora.with_adapter(base, path)
-        return model if kind is AutoModelForCausalLM else model.base_model
+        return lora.load(path, kind, options)
     place = source(path)
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **options}
     if "gguf_file" in place:
         model, report = foreign.load_gguf(place, kind, options)
     else:
         model, report = kind.from_pretrained(**place, **options, use_safetensors=True)
-        # FP8 and MXFP4 are loaded as full weights, which transformers does not save as such.
-        config = hf.AutoConfig.from_pretrained(**place)
-        model.stored_in_few_bits = hasattr(config, "quantization_config")
+        foreign.note_few_bits(model, place)
     foreign.refuse_other_weights(path, model, report)
     foreign.settle_outputs(model)
-    if getattr(model, "is_quantized", False):
-        from qlass.optional import lora
-
-        lora.let_gradients_through(model)
     return model
 
 
@@ -140,8 +132,7 @@ def load_chat(path: str | Path, rendering: Rendering, tokenizer_at: Any = None) 
     if is_adapter(path):
         from qlass.optional import lora
 
-        own = utils.hub.has_file(str(path), "tokenizer_config.json")
-        return load_chat(lora.base_of(path), rendering, path if own else None)
+        return lora.load_chat(path, rendering)
     tokenizer_at = tokenizer_at or path
     with one_line(path):
         config = hf.AutoConfig.from_pretrained(**source(path))
@@ -158,10 +149,10 @@ def load_chat(path: str | Path, rendering: Rendering, tokenizer_at: Any = None) 
 def prepare_training(model: Any, config: Memory) -> Any:
     """Prepare an agent's model for training, in place: LoRA's updates, gradient checkpointing.
     Returns PEFT's view of the model, None without LoRA."""
+    from qlass.optional import foreign
+
     refuse_qnet(model.name_or_path)
-    if getattr(model, "stored_in_few_bits", False):
-        advice = "train the model that it was made from, by --load-in 4bit --lora 16"
-        raise UserError(f"{model.name_or_path}: saved in few bits, which training loses; {advice}")
+    foreign.refuse_few_bits(model)
     adapter = None
     if config.lora:
         from qlass.optional import lora

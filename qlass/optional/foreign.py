@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GgufConfig, ProcessorMixin
+from transformers import AutoConfig, GenerationConfig, GgufConfig, ProcessorMixin
 
 from qlass import UserError
 from qlass.batching import LogProb
@@ -188,6 +188,26 @@ def settle_outputs(model: Any) -> None:
         for name, value in OUTPUTS.items():
             if hasattr(config, name):
                 setattr(config, name, value)
+
+
+def note_few_bits(model: Any, place: dict[str, Any]) -> None:
+    """Keep whether a model was saved in few bits; let gradients through a layer that has some.
+
+    FP8 and MXFP4 are loaded as full weights, which transformers does not save as such.
+    """
+    config = AutoConfig.from_pretrained(**place)
+    model.stored_in_few_bits = hasattr(config, "quantization_config")
+    if getattr(model, "is_quantized", False):
+        from qlass.optional import lora
+
+        lora.let_gradients_through(model)
+
+
+def refuse_few_bits(model: Any) -> None:
+    """UserError for a model that was saved in few bits, before it is trained."""
+    if getattr(model, "stored_in_few_bits", False):
+        advice = "train the model that it was made from, by --load-in 4bit --lora 16"
+        raise UserError(f"{model.name_or_path}: saved in few bits, which training loses; {advice}")
 
 
 def context_of(config: Any) -> int | None:

@@ -124,6 +124,23 @@ def base_of(path: str | Path) -> str:
     return base
 
 
+def load(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
+    """An adapter's base, as a model of class `kind`, with its updates merged into it."""
+    from qlass.models import load_weights
+
+    base = load_weights(base_of(path), hf.AutoModelForCausalLM, options)
+    model = with_adapter(base, path)
+    return model if kind is hf.AutoModelForCausalLM else model.base_model
+
+
+def load_chat(path: str | Path, rendering: Any) -> Any:
+    """The Chat of an adapter's base, with the adapter's own tokenizer if it has one."""
+    from qlass import models
+
+    own = utils.hub.has_file(str(path), "tokenizer_config.json")
+    return models.load_chat(base_of(path), rendering, path if own else None)
+
+
 def refuse_unmerged(path: str | Path, adapters: list[Path]) -> None:
     """UserError for an adapter below weights, which would be loaded without its updates."""
     for adapter in adapters:
