@@ -102,7 +102,8 @@ def example_of(chat: Chat, state: State, limit: int) -> Example:
 
 def examples_of(chat: Chat, expert: list[Demonstration], limit: int) -> Iterator[Example]:
     """One example per trajectory; in a Markov environment, one per action."""
-    for state in (demonstration.state for demonstration in expert):
+    for demonstration in expert:
+        state = demonstration.state
         for n in chat.aids.example_ends(state.messages):
             example = example_of(chat, State(state.messages[:n], state.task), limit)
             if example.targets:
@@ -230,6 +231,18 @@ def tokenize(
     return examples, validation
 
 
+def learned_from(
+    model: Any, chat: Chat, expert: list[Demonstration], config: Config, env: envs.TextEnv
+) -> dict[str, Any]:
+    """For the metadata: what the model has learned from, and what it answers to a fixed text."""
+    from qlass.optional import foreign
+
+    tasks = ((tau.task_id, tau.observation) for tau in expert)
+    learned = leaks.learned_tasks(tasks, config.model, env)
+    fingerprint = foreign.fingerprint(model, chat)
+    return {"trajectories": len(expert), **learned, "fingerprint": fingerprint}
+
+
 def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
     env = envs.from_config(config)
@@ -255,18 +268,6 @@ def main(argv: list[str] | None = None) -> None:
             models.save_checkpoint(model, chat, out, adapter, dtype)
             files.discard(runs.states_of(out))
             print(f"{out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
-
-
-def learned_from(
-    model: Any, chat: Chat, expert: list[Demonstration], config: Config, env: envs.TextEnv
-) -> dict[str, Any]:
-    """For the metadata: what the model has learned from, and what it answers to a fixed text."""
-    from qlass.optional import foreign
-
-    tasks = ((tau.task_id, tau.observation) for tau in expert)
-    learned = leaks.learned_tasks(tasks, config.model, env)
-    fingerprint = foreign.fingerprint(model, chat)
-    return {"trajectories": len(expert), **learned, "fingerprint": fingerprint}
 
 
 if __name__ == "__main__":
