@@ -12,8 +12,11 @@ from bellman import children_of
 def average_rewards(tree: list[dict], gamma: float) -> list[float]:
     """The mean of the final rewards below a node (Math-Shepherd's soft estimate, Section 5.2)."""
     children = children_of(tree)
-    total = [node.get("cut", node["reward"]) for node in tree]
-    leaves = [int("cut" in node or not below) for node, below in zip(tree, children, strict=True)]
+    total = []
+    leaves = []
+    for node, below in zip(tree, children, strict=True):
+        total.append(node.get("cut", node["reward"]))
+        leaves.append(int("cut" in node or not below))
     for i in reversed(range(len(tree))):
         total[i] += sum(total[child] for child in children[i])
         leaves[i] += sum(leaves[child] for child in children[i])
@@ -22,8 +25,10 @@ def average_rewards(tree: list[dict], gamma: float) -> list[float]:
 
 def branch_rewards(tree: list[dict], gamma: float) -> list[float]:
     """The final reward of the branch that made the node; 0 if the demonstration stops early."""
-    ends = [node for node in tree if node["done"] or "cut" in node]
-    final = {node["branch"]: node.get("cut", node["reward"]) for node in ends}
+    final = {}
+    for node in tree:
+        if node["done"] or "cut" in node:
+            final[node["branch"]] = node.get("cut", node["reward"])
     rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]
     return [min(rewards, default=0.0), *rewards]  # no branch made the root: the lowest
 
