@@ -219,15 +219,18 @@ def load(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> tupl
 def tokenize(
     chat: Chat, expert: list[Demonstration], config: Config
 ) -> tuple[list[Example], list[Example]]:
-    """The examples to train on and to validate. Says how many --max-tokens cuts."""
+    """The examples to train on and to validate. Says how many --max-tokens leaves out or cuts."""
     limit = int(min(config.max_tokens, chat.context))
     learned, held_out = hold_out(expert)
     examples = list(examples_of(chat, learned, limit))
     validation = list(examples_of(chat, held_out, limit))
     if not examples:
         raise UserError(f"no demonstration has an action within {limit} tokens (--max-tokens)")
-    if cut := [example for example in examples if len(example) == limit]:
-        print(f"{len(cut)} of {len(examples)} examples are cut at {limit} tokens (--max-tokens)")
+    lost = len(expert) - len(examples) - len(validation)
+    cut = len([example for example in examples if len(example) == limit])
+    if (lost or cut) and not chat.rendering.markov:
+        facts = f"{lost} have no action within {limit} tokens, {cut} are cut there"
+        print(f"of {len(expert)} demonstrations {facts} (--max-tokens)")
     return examples, validation
 
 
