@@ -242,6 +242,9 @@ def class_named(name: str, known: dict[str, str], base: type) -> Any:
     try:
         found = getattr(importlib.import_module(module), kind)
     except (ImportError, AttributeError, ValueError) as error:
+        near = difflib.get_close_matches(name, known, 1)
+        if near and name not in known:
+            raise UserError(f"--env {name}: perhaps you meant {near[0]}") from None
         choice = f"there are {', '.join(known)}, and MODULE:CLASS for your own"
         hidden = "is a folder of yours named as one of ours?"
         raise UserError(f"--env {name}: {error}; {choice} ({hidden})") from None

@@ -165,6 +165,8 @@ class TrainingLog:
         """validation: the loss that early stopping watches, None if there is none."""
         epoch = len(self.curve) + 1
         validation = processes.of_first(self.model, validation)  # all stop after the same epoch
+        if validation is not None and not math.isfinite(validation):
+            raise UserError(f"epoch {epoch}: validation loss {validation}, so it has diverged")
         updates = self.updates[-len(self.order[epoch - 1]) :]
         loss = sum(line["loss"] for line in updates) / len(updates)
         line = self.write(self.step, epoch=epoch, loss=loss, **figures, validation=validation)

@@ -121,6 +121,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
         fit(tmp_path, [1.0] * 6, spoil=5)
     state = torch.load(states_of(tmp_path / "model") / "last.pt", weights_only=True)
     assert state["updates"][-1]["step"] == 4 and all(p.isfinite().all() for p in state["weights"].values())
+    with pytest.raises(UserError, match="validation loss nan"):
+        fit(tmp_path / "other", [float("nan")] * 6)
 
 
 def launch(main, argv: list[str], code: int) -> None:
