@@ -7,7 +7,8 @@
 
 For each training task the agent plays rollouts from the root, then from the nodes of branches that
 scored. A node is expanded while it has fewer than W children and its depth is at most D. A
-branch without reward queues nothing, not even the node that it began at.
+branch without reward queues nothing, not even the node that it began at (--prune tail: that node,
+and the branch's first one).
 
 The paper grows trees on the tasks that the agent was cloned from (--tasks cloned); --tasks new are
 other training tasks.
@@ -83,8 +84,8 @@ class Node:
     action: str | None = None
     reward: float = 0.0
     done: bool = False
-    cut: float | None = None  # what the agent earned at its limit, where the expert went on
-    source: str = "root"  # who acted first: "policy" or "expert"
+    cut: float | None = None  # what the agent earned at its limit, where the demonstration goes on
+    source: str = "root"  # who acted first: "policy" or "expert"; of the root nobody
     branch: int = 0  # number of the trajectory that created the node
     expert: bool = False  # the demonstration passes here
     rollouts: int = 0  # trajectories of the agent that started here

@@ -94,7 +94,7 @@ class Method:
     M: int = 1
     N: int = 1
     select: str | None = None  # "q", "oracle"; None: the first episode
-    temperature: float | None = None  # None: the checkpoint's own
+    temperature: float | None = None  # None: --temperature, or the checkpoint's own
     distinct: bool = False  # draw until M actions differ, 3M times at most
     seed: int = 0  # of chance
 

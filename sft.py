@@ -227,9 +227,9 @@ def tokenize(
     if not examples:
         raise UserError(f"no demonstration has an action within {limit} tokens (--max-tokens)")
     lost = len(expert) - len(examples) - len(validation)
-    cut = len([example for example in examples if len(example) == limit])
+    cut = len([example for example in [*examples, *validation] if len(example) == limit])
     if (lost or cut) and not chat.rendering.markov:
-        facts = f"{lost} have no action within {limit} tokens, {cut} are cut there"
+        facts = f"{lost} have no action within {limit} tokens, {cut} reach it and are cut there"
         print(f"of {len(expert)} demonstrations {facts} (--max-tokens)")
     return examples, validation
 

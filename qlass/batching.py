@@ -67,7 +67,7 @@ def ask(
     rendering: Rendering,
     temperature: float | None = None,
 ) -> Sample:
-    """Request n actions in the state that `env` is in; temperature None: the checkpoint's."""
+    """Request n actions in the state that `env` is in; temperature None: the rendering's."""
     candidates = env.candidates() if rendering.candidates == "valid" else ()
     valid = dict.fromkeys(react(*candidate) for candidate in candidates)
     if temperature is None:

@@ -76,7 +76,8 @@ class TooLong(UserError):
 
 
 class Chat:
-    """Messages -> tokens, one list per message: a state's tokens begin those of every later state.
+    """Messages -> tokens, one list per message: a state's tokens begin those of every later state,
+    but where the environment is Markov, or --truncate leaves out old turns.
 
     The model's chat template is read once, as strings around the contents:
 
@@ -109,14 +110,20 @@ class Chat:
     def _encode(self, past: str, before: str, content: str, after: str) -> list[int]:
         """Tokens of before + content + after behind `past`, as SentencePiece adds a space at a
         text's beginning alone. Control tokens in the content are read as their characters."""
-        from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
+        from transformers.utils.chat_template_utils import encode_marked_chat
 
-        text = before + mark_control_tokens(content, self.controls) + after
+        text = before + self._as_text(content) + after
         past_ids = encode_marked_chat(self.tokenizer, past)
         ids = encode_marked_chat(self.tokenizer, past + text)
         if ids[: len(past_ids)] != past_ids:  # the text's first token takes the space before it
             return encode_marked_chat(self.tokenizer, text)
         return ids[len(past_ids) :]
+
+    def _as_text(self, content: str) -> str:
+        """A message whose control tokens are marked: they are to be read as their characters."""
+        from transformers.utils.chat_template_utils import mark_control_tokens
+
+        return mark_control_tokens(content, self.controls)
 
     def message_tokens(self, state: State) -> list[list[int]]:
         """One list of tokens per message; a user message's ends with the generation prompt.
@@ -131,7 +138,9 @@ class Chat:
         if messages[0][0] == "system":
             if not template.system:
                 raise UserError("its template has no system message: put it into the instruction")
-            before = messages.pop(0)[1].join(template.system)
+            _, system = messages.pop(0)
+            left, right = template.system
+            before = left + self._as_text(system) + right
         lists = []
         for role, content in self.aids.show(messages, state.task):
             if role == "assistant":

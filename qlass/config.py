@@ -1,7 +1,8 @@
 """Settings: one frozen dataclass per command is its flags, its --help, its defaults and its recipe.
 
-A field's comment is the help of its flag. What no flag says comes from RUN/run.json, then from a
-preset (qlass/presets.py), then from the class, where the paper's settings stand.
+A field's comment is the help of its flag; in brackets it has what stands for a missing flag. What
+no flag says comes from RUN/run.json, then from a preset (qlass/presets.py), then from the class,
+where the paper's settings stand.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ R = TypeVar("R", bound="Run")
 
 
 def free(default: Any) -> Any:
-    """A field that may differ when a stopped run resumes: no byte of the output depends on it."""
+    """A field that may differ when a run goes on: no byte of a line, or of weights, depends on it
+    (but it may say which lines there are, as --limit does)."""
     return dataclasses.field(default=default, metadata={"free": True})
 
 

@@ -131,7 +131,8 @@ def parse_action(text: str) -> str:
 
 
 def uniforms(n: int, *key: Hashable) -> np.ndarray:
-    """n numbers in [0, 1) that depend on nothing but the key: (seed, task, node, candidate)."""
+    """n numbers in [0, 1) that depend on nothing but the key, of seed, task, branch, step and
+    candidate."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
     philox = np.random.Philox(key=int.from_bytes(digest, "little"))
     return np.random.Generator(philox).random(n)

@@ -115,15 +115,18 @@ def ranking(
     return errors_of_q | sibling_accuracy(trees, scores)
 
 
-def sibling_accuracy(trees: list[Pairs], scores: dict, gap: float = 0.05) -> dict[str, Any]:
-    """Of the sibling pairs whose q differ by more than `gap`, the share whose scores agree.
+GAP = 0.05  # siblings whose q differ by less are no pair to rank
+
+
+def sibling_accuracy(trees: list[Pairs], scores: dict) -> dict[str, Any]:
+    """Of the sibling pairs whose q differ by more than GAP, the share whose scores agree.
 
     Chance is .5.
     """
     right = []
     for family in itertools.chain(*map(families, trees)):
         for a, b in itertools.combinations(family, 2):
-            if abs(a.q - b.q) <= gap:
+            if abs(a.q - b.q) <= GAP:
                 continue
             difference = scores[a.state, a.action] - scores[b.state, b.action]
             if difference == 0:  # an even guess

@@ -1,9 +1,10 @@
 """The agent pi(a | s): a HuggingFace causal LM that answers `Sample` requests, the plain way.
 
 Everything here reads one sequence at a time. `FastPolicy` (qlass/fast/decode.py) gives the same
-answers at a fraction of the cost; --plain does without it. A random number depends on (seed, task,
-node, candidate) alone. So in float32 the same seed gives the same files whatever the batch size; in
-bf16 a batch of another size rounds in other ways.
+answers at a fraction of the cost; --plain does without it. A random number depends on (seed, the
+request's key, candidate) alone. The key names the task, the branch or trial, and the step. So in
+float32 the same seed gives the same files whatever the batch size; in bf16 a batch of another size
+rounds in other ways.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path
         raise UserError(f"{named}: no such file or folder")
     if name.endswith(".jsonl"):  # told before minutes pass in which other inputs are made
         files.refuse_folder(path)
-    if not path.exists():
+    if not is_there(path):
         from qlass.optional import missing
 
         missing.make(path, stage, config, meta_of(path).get("argv", []))

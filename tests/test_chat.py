@@ -210,6 +210,9 @@ def test_control_tokens_in_a_message_stay_text(name, control):
     observed, other = (chat.prompt(State((("user", text),))) for text in (page, "see it"))
     assert page.replace(" ", "") in chat.tokenizer.decode(observed).replace(" ", "")
     assert [i for i in observed if i in special] == [i for i in other if i in special]  # the template's own
+    if chat.template.system:
+        observed, other = (chat.prompt(State((("system", text), ("user", "see it")))) for text in (page, "see it"))
+        assert [i for i in observed if i in special] == [i for i in other if i in special]
 
 
 def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path):
