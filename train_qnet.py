@@ -89,15 +89,12 @@ class QNet(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):  # in bf16 siblings would tie
             return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)  # Eq. (10)
 
-    def tokens(self, state: State, action: str) -> list[int]:
-        """The T tokens of (s, a)."""
-        prompt = self.chat.prompt(state)
-        return prompt + self.chat.action(action, state.task, len(prompt))
-
     def values(self, state: State, action: str) -> torch.Tensor:
         """V of each token of (s, a), (T,)."""
-        ids = torch.tensor([self.tokens(state, action)], device=self.backbone.device)
-        return self(input_ids=ids, use_cache=False)[0].float()
+        prompt = self.chat.prompt(state)
+        ids = prompt + self.chat.action(action, state.task, len(prompt))
+        tokens = torch.tensor([ids], device=self.backbone.device)
+        return self(input_ids=tokens, use_cache=False)[0].float()
 
     @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:
@@ -178,26 +175,34 @@ class Group:
     """What an epoch shuffles: pairs whose loss is computed at once. It is one pair or, with a rank
     weight, which needs siblings together, a family; qlass/fast packs more of a tree into one.
 
-    tokens: that the backbone reads, padding aside.
+    tokens: without padding; what its pairs share counts once.
     """
 
     pairs: Sequence[Pair]
     tokens: int
 
 
-def groups_of(qnet: QNet, trees: list[Pairs], config: Config) -> list[Any]:
+def group_of(chat: Chat, family: Pairs) -> Group:
+    """A pair alone, or a family, as a group."""
+    prompt = chat.prompt(family[0].state)
+    beginnings: set[tuple[int, ...]] = set()
+    for pair in family:
+        action = chat.action(pair.action, pair.state.task, len(prompt))
+        beginnings.update(tuple(action[:n]) for n in range(1, len(action) + 1))
+    return Group(family, len(prompt) + len(beginnings))
+
+
+def groups_of(chat: Chat, trees: list[Pairs], config: Config) -> list[Any]:
     """The groups of all trees: `Group` with --plain, else `PackedPairs` of qlass/fast."""
     groups: list[Any] = []
     for tree in trees:
         together = families(tree) if config.rank_weight else [[pair] for pair in tree]
         if config.plain:
-            for family in together:
-                lengths = [len(qnet.tokens(pair.state, pair.action)) for pair in family]
-                groups.append(Group(family, sum(lengths)))
+            groups += [group_of(chat, family) for family in together]
         else:
             from qlass.fast.packing import pack_pairs
 
-            groups += pack_pairs(qnet.chat, together, config.loss_on, config.max_tokens)
+            groups += pack_pairs(chat, together, config.loss_on, config.max_tokens)
     return groups
 
 
@@ -220,7 +225,7 @@ def train(
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
-    groups = groups_of(qnet, trees, config)
+    groups = groups_of(qnet.chat, trees, config)
     head_lr = config.lr if config.head_lr is None else config.head_lr
     optimizer = models.adamw([(qnet.backbone, config.lr), (qnet.head, head_lr)], config.optim)
     sizes = [len(group.pairs) for group in groups]
