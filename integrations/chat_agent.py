@@ -34,12 +34,13 @@ import q_search
 from experiments.compare import Variant
 from qlass import UserError, files, results
 from qlass.batching import Candidate, Sample
-from qlass.chat import Rendering, any_of
+from qlass.chat import Rendering
 from qlass.config import Natural, Positive, Real, Run, free, read, run_stage
 from qlass.messages import State, react, uniforms, without_thinking
 from qlass.optional.server import Server, or_refused
 from qlass.published import demonstrate
 from qlass.results import Episode, describe
+from qlass.templates import any_of
 
 FINAL = "<|channel|>final<|message|>"  # harmony's answer begins behind it, and ends before the next mark
 LABEL = re.compile(r"(?im)^[^\w\n]*action *\d*[^\w\n]*?[:：\n][*`\s]*")

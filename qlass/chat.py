@@ -6,15 +6,14 @@ import functools
 import itertools
 import json
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
-from qlass import UserError
+from qlass import UserError, templates
 from qlass.files import read_object
 from qlass.messages import State
 from qlass.tiny import Aids
@@ -85,13 +84,11 @@ class Chat:
 
     Eq. (5) trains what the assistant writes, with `stop`, which ends the turn. A control token in a
     message is mere text. UserError for a template or a tokenizer of which this can't be said
-    (qlass/optional/templates.py).
+    (qlass/templates.py).
     """
 
     def __init__(self, tokenizer: Any, rendering: Rendering, context: int | None = None, ends=()):
         """context: the model's, in tokens; None: no limit. ends: more ids that end a turn."""
-        from qlass.optional import templates
-
         tokenizer.split_special_tokens = tokenizer.clean_up_tokenization_spaces = False
         self.tokenizer, self.rendering, self.aids = tokenizer, rendering, Aids(rendering)
         self.context = context or math.inf
@@ -167,7 +164,7 @@ class Chat:
 
     def action_in(self, text: str) -> str:
         """What a model wrote -> the action in it, up to the first stop text."""
-        return self.aids.unmark(any_of(self.rendering.stop).split(text)[0]).strip()
+        return self.aids.unmark(templates.any_of(self.rendering.stop).split(text)[0]).strip()
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
         """`message_tokens` of a prompt that leaves room for an action, or TooLong. With --truncate
@@ -204,9 +201,3 @@ class Chat:
         with contextlib.suppress(TooLong):
             return bool(self.action(action, state.task, len(self.prompt(state))))
         return False
-
-
-def any_of(texts: Iterable[str]) -> re.Pattern:
-    """A pattern of any of these texts, the longest first; of none, it matches nothing."""
-    longest_first = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -27,7 +27,7 @@ from qlass import config
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, react
-from qlass.optional.templates import LETTERS
+from qlass.templates import LETTERS
 
 # A node of a world is {action: node}, a leaf its final reward. Two steps lead to the first purse, three to the second.
 

@@ -9,13 +9,14 @@ import numpy as np
 
 from qlass import Refused, UserError
 from qlass.batching import Candidate, LogProb, Sample
-from qlass.chat import Chat, Rendering, any_of
+from qlass.chat import Chat, Rendering
 from qlass.files import warn
 from qlass.messages import State, uniforms
 from qlass.models import load_chat
 from qlass.optional.foreign import FIXED, fits
 from qlass.optional.server import HELLO, Reply, Server, side_by_side
 from qlass.runs import meta_of
+from qlass.templates import any_of
 
 ALL = 1 << 30  # top-k of all tokens: 0 for some servers, -1 for others, a large number for each
 NEUTRAL = {"repeat_penalty": 1, "repetition_penalty": 1, "min_p": 0}  # defaults of most servers

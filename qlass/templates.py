@@ -11,13 +11,12 @@ import dataclasses
 import datetime
 import itertools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jinja2
 
 from qlass import UserError
-from qlass.chat import Chat, Rendering, any_of
 from qlass.files import warn_once
 from qlass.tiny import MARK
 
@@ -52,7 +51,7 @@ class Template:
     stop_id: int
 
 
-def read_template(tokenizer: Any, rendering: Rendering) -> Template:
+def read_template(tokenizer: Any, rendering: Any) -> Template:
     """The strings that a tokenizer's chat template writes. UserError if strings can't say it."""
     template = template_of(tokenizer, rendering)
 
@@ -100,7 +99,7 @@ def write(tokenizer: Any, template: str, roles: list[str]) -> list[str]:
     return tokenizer.apply_chat_template(chat, **options, **off).split(CONTENT)
 
 
-def template_of(tokenizer: Any, rendering: Rendering) -> str:
+def template_of(tokenizer: Any, rendering: Any) -> str:
     """The tokenizer's chat template, or PLAIN. Today's date becomes the checkpoint's date."""
     if not tokenizer.chat_template:
         begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
@@ -127,7 +126,7 @@ def control_tokens(tokenizer: Any, template: Template, ends: Collection[int]) ->
     return any_of(controls)
 
 
-def check_tokens(chat: Chat) -> None:
+def check_tokens(chat: Any) -> None:
     """UserError if the tokenizer changes an action, or reads an end of a turn in a message."""
     template = chat.template
     ids = chat.encode(template.ask, template.lead, LETTERS, template.stop)
@@ -138,3 +137,9 @@ def check_tokens(chat: Chat) -> None:
             raise UserError(f"{fault}; has it all its files?")
     for end in chat.tokenizer.convert_ids_to_tokens(list(chat.stop_ids)):
         chat.encode("", "", end, "")
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern:
+    """A pattern of any of these texts, the longest first; of none, it matches nothing."""
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
