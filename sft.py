@@ -30,11 +30,11 @@ from transformers import AutoModelForCausalLM
 
 import envs
 from qlass.agent import loading, settled
-from qlass.chat import Chat
+from qlass.chat import Chat, Rendering
 from qlass.config import Bounds, Natural, Positive, Training, free, read, run_stage
 from qlass.messages import State
 from qlass.published import Demonstration
-from qlass.tiny import tiny_model
+from qlass.tiny import AIDS, tiny_model
 from qlass.training import TrainingLog, autocast, begin, clip, cosine, micro_batches, updates_of
 
 
@@ -201,8 +201,9 @@ def load(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> tupl
         if config.lora:
             raise UserError("--lora: the tiny model is trained from scratch; name another --model")
         texts = (text for demonstration in expert for _, text in demonstration.state.messages)
-        model, chat = tiny_model(texts, markov=env.markov)
+        model, tokenizer = tiny_model(texts)
         model.to(models.device_and_precision(config.device)[0])
+        chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:
         options = loading(Path(config.model), config) | {"train": not config.lora, "plain": True}
         model, chat = models.load_checkpoint(config.model, AutoModelForCausalLM, **options)

@@ -48,7 +48,7 @@ from qlass.models import load_checkpoint
 from qlass.pairs import Pair, pairs_of
 from qlass.policy import Policy
 from qlass.published import demonstrate
-from qlass.tiny import tiny_model
+from qlass.tiny import AIDS, tiny_model
 from qlass.trees import tree_records
 from train_qnet import QNet, family_loss, scorer
 
@@ -178,8 +178,8 @@ def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -
 def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:
     torch.manual_seed(0)
     demonstrations = [demonstrate(env, t) for t in env.task_ids("train")[:30]]
-    texts = (m["content"] for d in demonstrations for m in d["messages"])
-    return tiny_model(texts, candidates=candidates, max_new_tokens=TEXT)
+    model, tokenizer = tiny_model(m["content"] for d in demonstrations for m in d["messages"])
+    return model, Chat(tokenizer, Rendering(**AIDS | {"candidates": candidates, "max_new_tokens": TEXT}))
 
 
 def trees(n: int = 64, few: int = 4) -> Iterator[str]:

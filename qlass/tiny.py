@@ -132,16 +132,11 @@ TEMPLATE = (
 )
 
 
-def tiny_model(texts: Iterable[str], vocabulary: int = 4096, **settings: Any) -> tuple[Any, Any]:
-    """A small Llama with random weights, and its Chat: a byte-level BPE trained on these texts.
-
-    settings: of its Rendering, other than AIDS.
-    """
+def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
+    """A small Llama with random weights, and a byte-level BPE trained on these texts."""
     import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers.models import BPE
-
-    from qlass.chat import Chat, Rendering
 
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -156,5 +151,4 @@ def tiny_model(texts: Iterable[str], vocabulary: int = 4096, **settings: Any) ->
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **tokens)
     tokenizer.chat_template = TEMPLATE
     ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**ids, **SIZE))
-    return model, Chat(tokenizer, Rendering(**AIDS | settings))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**ids, **SIZE)), tokenizer

@@ -24,7 +24,7 @@ from qlass.config import Positive, Run, free, read, run_stage
 from qlass.messages import State, parse_action
 from qlass.models import load_chat
 from qlass.published import Demonstration
-from qlass.tiny import sentence, tiny_model
+from qlass.tiny import AIDS, sentence, tiny_model
 from sft import NO_TARGET, examples_of
 
 WIDTH = 100  # columns
@@ -44,9 +44,8 @@ def chat_of(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> C
     sft = config.run / "sft"
     if sft.exists():
         return load_chat(sft, Rendering.load(sft))
-    texts = (text for demonstration in expert for _, text in demonstration.state.messages)
-    _, chat = tiny_model(texts, markov=env.markov)
-    return chat
+    _, tokenizer = tiny_model(text for demonstration in expert for _, text in demonstration.state.messages)
+    return Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
 
 
 def as_the_model_sees_it(chat: Chat, demonstration: Demonstration, limit: int) -> Iterator[str]:
