@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 from qlass.config import Run, Share, free, read, run_stage
 from qlass.runs import find_or_make, outdated, write_at_once
-from qlass.trees import read_trees
+from qlass.trees import children_of, read_trees
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,15 +38,6 @@ class Config(Run):
 
 
 # A tree is the list of its nodes, parents before children.
-
-
-def children_of(tree: list[dict]) -> list[list[int]]:
-    """The places, in the tree's list, of the children of each node."""
-    position = {node["node_id"]: i for i, node in enumerate(tree)}
-    children: list[list[int]] = [[] for _ in tree]
-    for i, node in enumerate(tree[1:], 1):
-        children[position[node["parent_id"]]].append(i)
-    return children
 
 
 def q_values(tree: list[dict], gamma: float) -> list[float]:

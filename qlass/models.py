@@ -94,19 +94,16 @@ def source(path: str | Path) -> dict[str, Any]:
     return options | {"pretrained_model_name_or_path": str(path)}
 
 
-def is_adapter(path: str | Path) -> bool:
-    """Is there a PEFT adapter, which only has the updates of a model's weights?"""
-    return Path(path).suffix != ".gguf" and bool(utils.find_adapter_config_file(str(path)))
-
-
 def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
     """A model with the weights in `path`, all of them and no others; options of from_pretrained."""
     from qlass.optional import foreign
 
-    if is_adapter(path):
+    if foreign.is_adapter(path):
         from qlass.optional import lora
 
-        return lora.load(path, kind, options)
+        base = load_weights(lora.base_of(path), AutoModelForCausalLM, options)
+        model = lora.with_adapter(base, path)
+        return model if kind is AutoModelForCausalLM else model.base_model
     place = source(path)
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **options}
     if "gguf_file" in place:
@@ -129,10 +126,11 @@ def load_chat(path: str | Path, rendering: Rendering, tokenizer_at: Any = None) 
     tokenizer is, if it is elsewhere."""
     from qlass.optional import foreign
 
-    if is_adapter(path):
+    if foreign.is_adapter(path):
         from qlass.optional import lora
 
-        return lora.load_chat(path, rendering)
+        own = utils.hub.has_file(str(path), "tokenizer_config.json")
+        return load_chat(lora.base_of(path), rendering, path if own else None)
     tokenizer_at = tokenizer_at or path
     with one_line(path):
         config = hf.AutoConfig.from_pretrained(**source(path))
@@ -185,7 +183,7 @@ def full_weights(model: Any, folder: Path, adapter: Any = None, dtype: Any = Non
     if adapter:
         from qlass.optional import lora
 
-        model = lora.with_updates(model, adapter, folder / "adapter")
+        model = lora.with_updates(model, adapter, folder / "adapter", load_weights)
     for p in model.parameters():  # not buffers: rounded rotary frequencies turn late positions
         if dtype and p.is_floating_point():
             p.data = p.data.to(dtype)

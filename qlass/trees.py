@@ -73,3 +73,12 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
         if len(tree) != tree[0].get("nodes", len(tree)):
             raise UserError(f"{path}: the tree of task {task} is cut, or twice: make it again")
         yield tree
+
+
+def children_of(tree: list[dict]) -> list[list[int]]:
+    """The places, in the tree's list, of the children of each node."""
+    position = {node["node_id"]: i for i, node in enumerate(tree)}
+    children: list[list[int]] = [[] for _ in tree]
+    for i, node in enumerate(tree[1:], 1):
+        children[position[node["parent_id"]]].append(i)
+    return children

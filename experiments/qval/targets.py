@@ -12,9 +12,9 @@ import dataclasses
 from typing import Literal
 
 import bellman
-from bellman import children_of
 from qlass.config import read, run_stage
 from qlass.optional.targets import TARGETS
+from qlass.trees import children_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

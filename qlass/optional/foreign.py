@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, GgufConfig, ProcessorMixin
+from transformers import AutoConfig, GenerationConfig, GgufConfig, ProcessorMixin, utils
 
 from qlass import UserError
 from qlass.batching import LogProb
 from qlass.chat import Chat
 from qlass.files import read_object, warn_once
 from qlass.messages import State, react
-from qlass.models import is_adapter
 from qlass.policy import Policy, next_logits
 
 # A GGUF file's tensors that scale the frequencies of positions, by Llama 3.1 and by longrope.
@@ -93,6 +92,11 @@ def numbers(settings: dict[str, Any]) -> Iterator[float]:
 
 
 # ------------------------------------------------------- weights, tokens and templates out of place
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Is there a PEFT adapter, which only has the updates of a model's weights?"""
+    return Path(path).suffix != ".gguf" and bool(utils.find_adapter_config_file(str(path)))
 
 
 def refuse_folder(folder: Path) -> None:

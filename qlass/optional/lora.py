@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +81,18 @@ def try_gradients(model: Any) -> None:
         raise ValueError("no gradient arrives")
 
 
-def with_updates(model: Any, adapter: Any, folder: Path) -> Any:
+def with_updates(model: Any, adapter: Any, folder: Path, load: Callable) -> Any:
     """The model with its updates, in all bits of its weights. adapter: PEFT's view of it.
 
     The updates are also saved in `folder`, which stands in that of the weights they go into.
+    load: `models.load_weights`, for a base that is here in few bits.
     """
-    from qlass.models import load_weights
-
     adapter.save_pretrained(folder, save_embedding_layers=False)
     (folder / MERGED).write_text("The weights in the folder above have these updates already.\n")
     if not getattr(model, "is_quantized", False):
         return merged(adapter)
     # A merge into few bits would round anew.
-    base = load_weights(model.name_or_path, type(model), {"dtype": model.dtype})
+    base = load(model.name_or_path, type(model), {"dtype": model.dtype})
     return with_adapter(base.to(model.device), folder)
 
 
@@ -122,23 +122,6 @@ def base_of(path: str | Path) -> str:
     with one_line(f"{path}: its base model {base}"):
         hf.PretrainedConfig.get_config_dict(base)
     return base
-
-
-def load(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
-    """An adapter's base, as a model of class `kind`, with its updates merged into it."""
-    from qlass.models import load_weights
-
-    base = load_weights(base_of(path), hf.AutoModelForCausalLM, options)
-    model = with_adapter(base, path)
-    return model if kind is hf.AutoModelForCausalLM else model.base_model
-
-
-def load_chat(path: str | Path, rendering: Any) -> Any:
-    """The Chat of an adapter's base, with the adapter's own tokenizer if it has one."""
-    from qlass import models
-
-    own = utils.hub.has_file(str(path), "tokenizer_config.json")
-    return models.load_chat(base_of(path), rendering, path if own else None)
 
 
 def refuse_unmerged(path: str | Path, adapters: list[Path]) -> None:

@@ -6,7 +6,7 @@ value per node.
 
 from __future__ import annotations
 
-from bellman import children_of
+from qlass.trees import children_of
 
 
 def average_rewards(tree: list[dict], gamma: float) -> list[float]:
