@@ -82,6 +82,7 @@ def stage(tmp_path, fake_world, monkeypatch):
     (tmp_path / "expert.jsonl").write_text(dump(expert))
     for name in ("sft", "qnet"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")  # an empty folder waits for a checkpoint, and is none
     recipe = {"model": "tiny", "n_expert": 2, "epochs": 0, "precision": "float32"}
     argv = ["--lr", "0.5", "--patience", "5", "--max-tokens", "99", "--micro-tokens", "11", "--overwrite"]
     meta = {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}, "argv": argv, "epochs": 7, "batch": 3}
