@@ -303,6 +303,11 @@ def test_updates_of_a_base_go_through_the_stages(tmp_path, fake_world, bits):
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) >= 2
 
 
+def test_a_model_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(UserError, match="nowhere: no such file or folder"):
+        models.load_checkpoint(tmp_path / "nowhere", hf.AutoModelForCausalLM)
+
+
 def test_a_checkpoint_is_read_back_before_it_counts(tmp_path, agent, value_net, monkeypatch):
     """Else it would take the place of an older one, but can't be loaded."""
     (policy, net), save = (load_policy(agent), QNet.from_pretrained(value_net)), hf.PreTrainedModel.save_pretrained

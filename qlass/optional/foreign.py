@@ -101,6 +101,8 @@ def is_adapter(path: str | Path) -> bool:
 
 def refuse_folder(folder: Path) -> None:
     """UserError for a folder from which other weights would be loaded than are meant, or none."""
+    if folder.is_absolute() and not folder.exists():  # a relative path may be a hub name
+        raise UserError(f"{folder}: no such file or folder")
     adapters = [file.parent for file in folder.glob("*/**/adapter_config.json")]
     if adapters and not is_adapter(folder):
         from qlass.optional import lora
