@@ -19,7 +19,7 @@ from qlass import UserError, files, leaks, models, processes, published, runs  #
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -139,6 +139,7 @@ def train(
     config: Config,
     out: Path,
     dtype: torch.dtype,
+    loss_of: Callable[[Any, list[Any]], torch.Tensor] = sft_loss,
 ) -> dict[str, Any]:
     """Maximise the likelihood of what the expert wrote, given its history. Returns figures."""
     epochs, batch_size = schedule(config, len(examples))
@@ -154,7 +155,7 @@ def train(
             loss = 0.0
             for portion in processes.mine(micro_batches(batch, len, config.micro_tokens)):
                 with autocast(model, dtype):
-                    part = sft_loss(model, portion) / n  # Eq. (5), per token
+                    part = loss_of(model, portion) / n  # Eq. (5), per token
                 part.backward()  # gradients accumulate
                 loss += part.item()
             loss = processes.summed(model, loss)

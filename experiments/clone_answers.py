@@ -11,7 +11,6 @@ weight --observation-loss. The loss of the agent's own tokens is Eq. (5). docs/d
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from qlass.chat import Chat
 from qlass.config import Real, read, run_stage
 from qlass.messages import State
 from qlass.published import Demonstration
-from qlass.training import TrainingLog, autocast, begin, clip, cosine, micro_batches, updates_of
+from qlass.training import begin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,37 +97,6 @@ def tokenize(chat: Chat, expert: list[Demonstration], config: Config) -> tuple[l
     return examples, list(sft.examples_of(chat, held_out, limit))
 
 
-def train(
-    model: Any, examples: list[Example], validation: list[sft.Example], config: Config, out: Path, dtype: torch.dtype
-) -> dict[str, Any]:
-    """`sft.train` by one process, with this loss."""
-    epochs, batch_size = sft.schedule(config, len(examples))
-    optimizer = models.adamw([(model, config.lr)], config.optim)
-    order = [updates_of([1] * len(examples), batch_size, config.seed, epoch) for epoch in range(epochs)]
-    log = TrainingLog(out, model, optimizer, order, config)
-    for epoch in log.epochs_left():
-        model.train()
-        for update in log.updates_left(epoch):
-            batch = [examples[i] for i in update]
-            n = sum(example.targets for example in batch)
-            loss = 0.0
-            for portion in micro_batches(batch, len, config.micro_tokens):
-                with autocast(model, dtype):
-                    part = loss_of(model, portion) / n
-                part.backward()
-                loss += part.item()
-            clip(model, loss, log.step, config.lr)
-            for param_group in optimizer.param_groups:
-                param_group["lr"] = param_group["peak"] * cosine(log.step, log.steps)
-            optimizer.step()
-            optimizer.zero_grad()
-            log.end_update(loss, tokens=sum(map(len, batch)))
-        log.save("last.pt")
-        with autocast(model, dtype):
-            log.end_epoch(sft.validate(model, validation, config.micro_tokens))
-    return log.finish() | {"epochs": epochs, "batch": batch_size}
-
-
 def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
     env = envs.from_config(config)
@@ -146,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         recipe = runs.recipe_of(config.recipe() | env.settings | facts, inputs)
         if not begin(out, config, recipe, inputs, first=True):
             return
-        figures = train(model, examples, validation, config, out, dtype)
+        figures = sft.train(model, examples, validation, config, out, dtype, loss_of)
         figures |= sft.learned_from(model, chat, expert, config, env)
         runs.write_meta(out, config, recipe, inputs, **figures)
         models.save_checkpoint(model, chat, out, adapter, dtype)

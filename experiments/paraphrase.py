@@ -40,13 +40,13 @@ def reword(state: State, wording: str) -> State:
         return state
     users = [text for role, text in state.messages if role == "user"]
     begin = users[: Demonstration(None, state).agreed + 1]  # the instruction and the first observation
-    said = list(filter(None, (sentence(state.task, text) for text in begin)))
-    if not said:
+    patterns = list(filter(None, (sentence(state.task, text) for text in begin)))
+    if not patterns:
         problem = "does not stand in the first messages, as a sentence of its own: leave --paraphrase out"
         raise UserError(f"the task {state.task!r:.60} {problem}")
     messages = []
     for role, text in state.messages:
-        for pattern in said if role == "user" else ():
+        for pattern in patterns if role == "user" else ():
             text = pattern.sub(lambda _: wording, text)
         messages.append((role, text))
     return State(tuple(messages), wording)

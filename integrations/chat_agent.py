@@ -53,8 +53,8 @@ def in_react_style(text: str, stop: Sequence[str], instruction: str) -> str:
     """An answer as the instruction asks for it: "Thought: ...\nAction: ...", the action in one line, its verb in the
     instruction's case. Thoughts between marks, markdown, JSON, and what follows the action are gone.
     """
-    said = without_thinking(text.rpartition(FINAL)[2]).partition("<|")[0]
-    text = any_of(stop).split(said)[0]
+    reply = without_thinking(text.rpartition(FINAL)[2]).partition("<|")[0]
+    text = any_of(stop).split(reply)[0]
     text = re.sub(r"```(\w*\n)?", "", text).strip()
     with contextlib.suppress(AttributeError, KeyError, ValueError):
         fields = {name.lower(): value for name, value in json.loads(text).items()}

@@ -72,8 +72,8 @@ def learned_tasks(
         before = meta.get("tasks") if of_same_world(meta["recipe"], env) else None
         ids.update(before or [None])
         begins = [*begins, *meta["begins"]] if meta.get("begins") else []
-    known = None if None in ids else sorted(ids)
-    return {"tasks": known, "begins": sorted(set(begins))}
+    task_ids = None if None in ids else sorted(ids)
+    return {"tasks": task_ids, "begins": sorted(set(begins))}
 
 
 def leaks(env: Any, records: list[dict], sft: Path, qnet: Path) -> dict[str, int | None]:

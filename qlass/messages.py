@@ -114,8 +114,8 @@ ENDS = re.compile(r"[<◁]/[\w:]*(?i:think|thought|reason)\w*[>▷]|\[/THINK\]")
 
 def without_thinking(text: str) -> str:
     """What a model says, after its thoughts between marks; nothing if these have no end."""
-    said = ENDS.split(text)[-1]
-    return BEGINS.split(said)[0]
+    reply = ENDS.split(text)[-1]
+    return BEGINS.split(reply)[0]
 
 
 def parse_action(text: str) -> str:

@@ -96,8 +96,8 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
             raise UserError(f"{where}: no demonstration: {error} (see data/README.md)") from None
     if not expert:
         raise UserError(f"{path}: holds no demonstration")
-    known = set().union(*splits_of(env).values())
-    strangers = sorted({tau.task_id for tau in expert if tau.task_id} - known)
+    ids = set().union(*splits_of(env).values())
+    strangers = sorted({tau.task_id for tau in expert if tau.task_id} - ids)
     if strangers:  # under these ids nothing is found again
         number = f"{len(strangers)}, e.g. {strangers[0]!r}"
         warn(f"{path} has task ids that no split of {env.name} has ({number})")

@@ -74,11 +74,11 @@ def read_template(tokenizer: Any, rendering: Any) -> Template:
     with contextlib.suppress(jinja2.TemplateError):  # it may refuse a system message
         strings = written(["system", *["user", "assistant"] * 3, "user"])
         system = strings[:2] if strings[2:] == prompts[3][1:] else []
-    whole = max(ask, last, key=len)
-    if whole.rstrip().endswith("<think>"):
+    prompt_end = max(ask, last, key=len)
+    if prompt_end.rstrip().endswith("<think>"):
         warn_once("its chat template opens <think> in each answer, and has no switch for it")
-    ask = whole.rstrip(" ")
-    lead = whole.removeprefix(ask)  # a space before a word is a part of the word
+    ask = prompt_end.rstrip(" ")
+    lead = prompt_end.removeprefix(ask)  # a space before a word is a part of the word
     # The turn ends with the first added token after the assistant's words, special or not.
     added = tokenizer.added_tokens_encoder
     ends = any_of(text for text in added if text.strip() and text != MARK)

@@ -52,10 +52,10 @@ def sentence(task: str, first: str) -> re.Pattern | None:
     "Task: reddish.". None if `first` does not say the task, or if there is none.
     """
     words = re.escape(task.strip())
-    said = re.search(rf"(\S*\s*)(?<!\w){words}(?!\w)\s*(\S?)", first) if words else None
-    if said is None:
+    place = re.search(rf"(\S*\s*)(?<!\w){words}(?!\w)\s*(\S?)", first) if words else None
+    if place is None:
         return None
-    before, after = map(re.escape, said.groups())
+    before, after = map(re.escape, place.groups())
     begin = rf"(?<={before})" if before else r"\A"
     end = after or r"\Z"
     return re.compile(rf"{begin}{words}(?!\w)(?=\s*{end})")
