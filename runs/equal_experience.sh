@@ -2,9 +2,10 @@
 # Is the agent's own experience better spent on a QNet or on more cloning? WebShop in shops of their own (seeds 121 to 130),
 # with the demo's settings. An agent of 100 demonstrations plays 6,000 episodes on 1,000 training tasks that it was not
 # cloned from, six on each, once as the branches of trees without the expert, from which a QNet learns, and once as
-# whole episodes, of which the perfect ones are cloned (rejection-sampling fine-tuning, RFT). Then QLASS is played beside
-# RFT's agent alone, and beside the best of three of its episodes by the same QNet, which costs the tokens of QLASS at M = 6.
-# The comparisons are planned in runs/reference_output/plans.csv.
+# whole episodes, of which the perfect ones are cloned (rejection-sampling fine-tuning, RFT), with sft.py's epochs for
+# as many demonstrations. Then QLASS is played beside RFT's agent alone, and beside the best of three of its episodes by
+# the same QNet, which costs the tokens of QLASS at M = 6. The comparisons are planned in
+# runs/reference_output/plans.csv.
 #   bash runs/equal_experience.sh [SEED ...]      (default: 121 to 130)
 # IN=FOLDER for run folders elsewhere than in runs. Run it again after a stop: finished stages are kept, the others resume.
 set -euo pipefail
@@ -20,7 +21,8 @@ for seed; do
     common=(--env webshop --seed "$seed" --env-option "seed=$seed")
     clone
     learn_q "$RUN" "$RUN/sft" --no-expert
-    stage -m experiments.self_train "${common[@]}" --run "$RUN" --method rft -N 6 --limit 1000
+    stage -m experiments.self_train "${common[@]}" --run "$RUN" --method rft -N 6 --limit 1000 --no-train
+    stage sft.py "${common[@]}" --run "$RUN" --expert "$RUN/self_train-rft.jsonl" --n-expert 6100 --out "$RUN/sft-rft"
     compare --method greedy likeliest -M 6 --label cloned --out "$RUN/results-agent.jsonl"
     search --label "$own" --method qlass -M 6 --out "$RUN/results-qlass.jsonl"
     variant rft "$rft" --sft "$RUN/sft-rft" --method greedy
