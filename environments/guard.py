@@ -234,23 +234,23 @@ def guarded(method: Callable, around: Callable, name: str) -> Callable:
     return call
 
 
-def class_named(name: str, known: dict[str, str], base: type) -> Any:
-    """A class derived from `base`, by its name among the known ones or by MODULE:CLASS."""
-    module, _, kind = known.get(name, name).partition(":")
+def class_named(name: str, classes: dict[str, str], base: type) -> Any:
+    """A class derived from `base`, by its name in `classes` or by MODULE:CLASS."""
+    module, _, kind = classes.get(name, name).partition(":")
     if "" not in sys.path:
         sys.path.append("")  # a module of the folder at hand, as with `python -m`
     try:
-        found = getattr(importlib.import_module(module), kind)
+        cls = getattr(importlib.import_module(module), kind)
     except (ImportError, AttributeError, ValueError) as error:
-        near = difflib.get_close_matches(name, known, 1)
-        if near and name not in known:
+        near = difflib.get_close_matches(name, classes, 1)
+        if near and name not in classes:
             raise UserError(f"--env {name}: perhaps you meant {near[0]}") from None
-        choice = f"there are {', '.join(known)}, and MODULE:CLASS for your own"
+        choice = f"there are {', '.join(classes)}, and MODULE:CLASS for your own"
         hidden = "is a folder of yours named as one of ours?"
         raise UserError(f"--env {name}: {error}; {choice} ({hidden})") from None
-    if not (isinstance(found, type) and issubclass(found, base)):
+    if not (isinstance(cls, type) and issubclass(cls, base)):
         raise UserError(f"--env {name}: {kind} is no class that is derived from envs.{base.__name__}")
-    return found
+    return cls
 
 
 def checked_limit(name: str, steps: Any) -> int | None:

@@ -157,7 +157,7 @@ def learn(
     folder = checkpoint_folder(config.run / f"sft-{config.name}", inputs["sft"])
     log, state = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
     unit, lines = config.budget_in, []
-    known = learned_tasks(learned, inputs["sft"], env)
+    provenance = learned_tasks(learned, inputs["sft"], env)
     tasks = env.task_ids("val")
     tasks = tasks[: config.val] if config.val else tasks
     if not tasks:
@@ -193,7 +193,7 @@ def learn(
                 if best() is line:
                     learner.save(folder)
                     mark = fingerprint(learner.model, learner.chat)
-                figures = {"best": best(), "last": line, "passes": passes, "budget": config.budget} | known
+                figures = {"best": best(), "last": line, "passes": passes, "budget": config.budget} | provenance
                 runs.write_meta(folder, config, recipe, inputs, **figures, fingerprint=mark)
                 write_jsonl(log, lines)
                 learner.suspend(state, lines)

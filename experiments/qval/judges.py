@@ -38,14 +38,14 @@ def numbers(text: str, n: int) -> list[float | None]:
     """Of the lines "1: 70" to "n: 20", the last of each; a number that is not within 0 and 100 is none."""
     lines = re.findall(r"^\W*(\d+)[^\w\n-]*[:.)=][^\w\n-]*(\d+(?:\.\d+)?)", text, re.MULTILINE)
     lines = [("1", value) for _, value in lines[:1]] + lines if n == 1 else lines  # small models go on counting
-    known = {int(i): float(value) for i, value in lines if float(value) <= 100}
-    return [known.get(i) for i in range(1, n + 1)]
+    grades = {int(i): float(value) for i, value in lines if float(value) <= 100}
+    return [grades.get(i) for i in range(1, n + 1)]
 
 
 def places(text: str, n: int) -> list[float | None]:
     """Minus the place of each of 1 to n in the last list of them such as "2, 1 = 3"."""
-    for found in reversed(re.findall(r"\d+(?:\s*[,>=]\s*\d+)*", text)):
-        groups = enumerate(re.split("[,>]", found))
+    for order in reversed(re.findall(r"\d+(?:\s*[,>=]\s*\d+)*", text)):
+        groups = enumerate(re.split("[,>]", order))
         placed = sorted((int(i), -float(place)) for place, group in groups for i in group.split("="))
         if [i for i, _ in placed] == list(range(1, n + 1)):
             return [place for _, place in placed]
@@ -91,8 +91,8 @@ class Judging:
         talk = self.shown(LINES, "1: 50")
         replies = yield [self.ask(self.question([action]), talk, n) for action in self.actions]
         read = [self.count([numbers(text, 1)[0] for text in texts]) for texts in replies]
-        known = [[value for value in values if value is not None] for values in read]
-        return [float(np.mean(values)) if values else None for values in known]
+        grades = [[value for value in values if value is not None] for values in read]
+        return [float(np.mean(values)) if values else None for values in grades]
 
     def sequential(self) -> Scores:
         talk, values = self.shown(LINES, "1: 50"), []
@@ -142,8 +142,8 @@ class Judging:
         self.context.counts["sources"] = [function.args[1] for function in functions]
         values = self.count((yield [Call(function, call) for function in functions for call in calls]))
         rows = np.array(values, float).reshape(len(functions), len(calls))
-        whole = rows[np.isfinite(rows).all(axis=1)]
-        return whole.mean(axis=0).tolist() if len(whole) else [None] * len(calls)
+        finite = rows[np.isfinite(rows).all(axis=1)]
+        return finite.mean(axis=0).tolist() if len(finite) else [None] * len(calls)
 
     def written(self, calls: list[tuple[str, str, str]], n: int = 16, best: str = "") -> list[partial]:
         """n functions of (state, action, next state), better ones than the best so far."""
@@ -151,7 +151,7 @@ class Judging:
         text += f"\n\nImprove on this one:\n```python\n{best}\n```" if best else ""
         (texts,) = self.context.replies([self.ask(text, n=n).item])
         blocks = [re.findall(r"```(?:python)?\n(.*?)```", text, re.DOTALL) for text in texts]
-        return [partial(child.values, "signal_function", found[-1] if found else "") for found in blocks]
+        return [partial(child.values, "signal_function", codes[-1] if codes else "") for codes in blocks]
 
     def improved(self, calls: list[tuple[str, str, str]]) -> list[partial]:
         """The function whose values of these calls the judge prefers, after three rounds of four."""

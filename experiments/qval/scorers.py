@@ -232,15 +232,15 @@ def logprob_token(context: Context, decision: Decision) -> Scores:
     return per_token(context, decision, (yield from logprob(context, decision)))
 
 
-def self_distillation(context: Context, decision: Decision, known: bool = False) -> Scores:
-    """The mean log-ratio of an action's tokens with and without the next state in view (SDPO). With the truth `known`,
+def self_distillation(context: Context, decision: Decision, truth: bool = False) -> Scores:
+    """The mean log-ratio of an action's tokens with and without the next state in view (SDPO). With the `truth`
     what the best player makes of it is in view too: QVAL's evidence of an expert's rollout."""
     *earlier, (role, content) = decision.state.messages
     calls = []
     for action in decision.candidates:
         after, _ = decision.after(action)
         text = f"{content}\nYour action will lead to: {after.messages[-1][1]}"
-        if known:
+        if truth:
             value = exact(decision.env, decision.state, action, context.config.gamma)
             text += f"\nThe best player then gets {value:.2f}."
         hinted_state = State((*earlier, (role, text)), decision.state.task)
@@ -280,7 +280,7 @@ SCORERS = {
     "vote_share": Entry("policy", vote_share, ("sft",)),
     "value_gain": Entry("hindsight", value_gain, ("qnet",)),
     "self_distillation": Entry("self-distillation", self_distillation, ("sft",)),
-    "sdpo_gt": Entry("self-distillation", partial(self_distillation, known=True), ("sft", "truth")),
+    "sdpo_gt": Entry("self-distillation", partial(self_distillation, truth=True), ("sft", "truth")),
 }
 
 

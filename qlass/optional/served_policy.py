@@ -85,9 +85,9 @@ class ServerPolicy:
         if not fits(self.chat):
             return
         jobs = self._jobs(FIXED)
-        found = [self._logprob(job) for job in jobs]
+        logprobs = [self._logprob(job) for job in jobs]
         tokens = [len(ids) for _, ids in jobs]
-        errors = np.abs(np.subtract(found, fingerprint)) / tokens
+        errors = np.abs(np.subtract(logprobs, fingerprint)) / tokens
         if np.isnan(errors).any():
             problem = "tells no log-probabilities of a prompt: whether it has these weights"
             warn(f"{self.server.name} {problem} is not known")
