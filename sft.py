@@ -248,8 +248,12 @@ def learned_from(
     return {"trajectories": len(expert), **learned, "fingerprint": fingerprint}
 
 
-def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+def clone(
+    config: Config,
+    tokenize: Callable[..., tuple[list[Any], list[Example]]] = tokenize,
+    loss_of: Callable[[Any, list[Any]], torch.Tensor] = sft_loss,
+) -> None:
+    """The stage. Examples to train on and their loss may be of another kind."""
     env = envs.from_config(config)
     out = files.checkpoint_folder(config.out or config.run / "sft", config.model)
     with processes.together(out, config.device) as first:
@@ -266,13 +270,17 @@ def main(argv: list[str] | None = None) -> None:
         recipe = runs.recipe_of(config.recipe() | env.settings | facts, inputs)
         if not begin(out, config, recipe, inputs, first):
             return
-        figures = train(model, examples, validation, config, out, dtype)
+        figures = train(model, examples, validation, config, out, dtype, loss_of)
         if first:
             figures |= learned_from(model, chat, expert, config, env)
             runs.write_meta(out, config, recipe, inputs, **figures)
             models.save_checkpoint(model, chat, out, adapter, dtype)
             files.discard(runs.states_of(out))
             print(f"{out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    clone(read(Config, __doc__, argv))
 
 
 if __name__ == "__main__":

@@ -17,15 +17,12 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-import envs
 import sft
-from qlass import UserError, files, models, published, runs
-from qlass.agent import settled
+from qlass import UserError
 from qlass.chat import Chat
 from qlass.config import Real, read, run_stage
 from qlass.messages import State
 from qlass.published import Demonstration
-from qlass.training import begin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,28 +95,7 @@ def tokenize(chat: Chat, expert: list[Demonstration], config: Config) -> tuple[l
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
-    env = envs.from_config(config)
-    out = files.checkpoint_folder(config.out or config.run / "sft", config.model)
-    path = config.expert or config.run / "expert.jsonl"
-    with files.locked(out):
-        if config.expert is None:
-            published.collect(env, path, config)
-        expert = published.read(path, env, config.n_expert)
-        model, chat, adapter = sft.load(config, env, expert)
-        examples, validation = tokenize(chat, expert, config)
-        facts = settled(config)
-        dtype = models.PRECISIONS[facts["precision"]]
-        inputs: runs.Inputs = {"expert": path}
-        recipe = runs.recipe_of(config.recipe() | env.settings | facts, inputs)
-        if not begin(out, config, recipe, inputs, first=True):
-            return
-        figures = sft.train(model, examples, validation, config, out, dtype, loss_of)
-        figures |= sft.learned_from(model, chat, expert, config, env)
-        runs.write_meta(out, config, recipe, inputs, **figures)
-        models.save_checkpoint(model, chat, out, adapter, dtype)
-        files.discard(runs.states_of(out))
-        print(f"{out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
+    sft.clone(read(Config, __doc__, argv), tokenize, loss_of)
 
 
 if __name__ == "__main__":
