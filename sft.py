@@ -219,12 +219,12 @@ def load(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> tupl
 
 
 def tokenize(
-    chat: Chat, expert: list[Demonstration], config: Config
-) -> tuple[list[Example], list[Example]]:
+    chat: Chat, expert: list[Demonstration], config: Config, training_examples: Callable
+) -> tuple[list[Any], list[Example]]:
     """The examples to train on and to validate. Says how many --max-tokens leaves out or cuts."""
     limit = int(min(config.max_tokens, chat.context))
     learned, held_out = hold_out(expert)
-    examples = list(examples_of(chat, learned, limit))
+    examples = list(training_examples(chat, learned, limit))
     validation = list(examples_of(chat, held_out, limit))
     if not examples:
         raise UserError(f"no demonstration has an action within {limit} tokens (--max-tokens)")
@@ -250,7 +250,7 @@ def learned_from(
 
 def clone(
     config: Config,
-    tokenize: Callable[..., tuple[list[Any], list[Example]]] = tokenize,
+    training_examples: Callable[..., Iterator[Any]] = examples_of,
     loss_of: Callable[[Any, list[Any]], torch.Tensor] = sft_loss,
 ) -> None:
     """The stage. Examples to train on and their loss may be of another kind."""
@@ -263,7 +263,7 @@ def clone(
         processes.wait()
         expert = published.read(path, env, config.n_expert)
         model, chat, adapter = load(config, env, expert)
-        examples, validation = tokenize(chat, expert, config)
+        examples, validation = tokenize(chat, expert, config, training_examples)
         facts = settled(config)
         dtype = models.PRECISIONS[facts["precision"]]
         inputs: runs.Inputs = {"expert": path}

@@ -6,9 +6,8 @@
 The plain way of a model is one sequence at a time (--plain of the stages); ours is qlass/fast/. The ratio says how many
 times more is done a second, or how many times less is used. Seconds are CPU time of one thread.
 
-    sampling  candidates of episodes side by side, behind short and long prompts. In free text beside the plain way
-              stands transformers' `generate` on a padded batch. All take turns, --repeats times: the ratio is the
-              median, its range behind it
+    sampling  candidates of episodes side by side, behind short and long prompts. Both ways take turns, --repeats
+              times: the ratio is the median, its range behind it
     trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, and its tokens
     qnet      training on these trees, forward and backward, and the tokens that their values take
     webshop   steps of a random shopper through fresh tasks, text and valid actions of each page included. Plain: what
@@ -22,15 +21,16 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
+import build_trees
 import envs
+import train_qnet
 from bellman import label
 from build_trees import Explorer
 from environments.alfworld.games import load
@@ -41,30 +41,25 @@ from qlass.batching import Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.config import Positive, parse, run_stage
 from qlass.fast.decode import FastPolicy
-from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.fast.token_tree import batches
-from qlass.messages import State, react, uniforms
+from qlass.messages import State, react
 from qlass.models import load_checkpoint
-from qlass.pairs import Pair, pairs_of
+from qlass.pairs import Pairs, pairs_of
 from qlass.policy import Policy
 from qlass.published import demonstrate
 from qlass.tiny import AIDS, tiny_model
-from qlass.trees import tree_records
-from train_qnet import QNet, family_loss, scorer
+from qlass.training import micro_batches
+from train_qnet import QNet, groups_of, loss_of, scorer
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 TEXT = 17  # tokens of a demonstration's mean action
 
 
+Part = Literal["sampling", "trees", "qnet", "webshop", "alfworld"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    only: tuple[Literal["sampling", "trees", "qnet", "webshop", "alfworld"], ...] = (
-        "sampling",
-        "trees",
-        "qnet",
-        "webshop",
-        "alfworld",
-    )  # parts to time
+    only: tuple[Part, ...] = get_args(Part)  # parts to time
     model: str | None = None  # checkpoint of `sampling` (a tiny random Llama)
     repeats: Positive = 3  # of `sampling`
     webshop_data: str | None = None  # WebShop's own files (the bundled catalogue)
@@ -86,28 +81,6 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - started, result
 
 
-@torch.inference_mode()
-def generate(policy: Policy, requests: list[Sample]) -> list[str]:
-    """`Policy.sample` by transformers' own `generate`: a row for each candidate, prompts padded on the left."""
-    rows = [(request, k) for request in requests for k in range(request.n)]
-    chat, ends = policy.chat, sorted(policy.chat.stop_ids)
-    prompts = [torch.tensor(chat.prompt(request.state)) for request, _ in rows]
-    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-    inputs = {"input_ids": pad(prompts), "attention_mask": pad([torch.ones_like(ids) for ids in prompts])}
-    width = inputs["input_ids"].shape[1]
-    heat = torch.tensor([request.temperature for request, _ in rows])
-    noise = torch.from_numpy(np.stack([uniforms(TEXT, 0, *request.key, k) for request, k in rows]))
-
-    def draw(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Of each row's logits (B, V) the token that `Policy.draw` draws stays."""
-        tokens, _ = policy.draw(logits, heat, noise[:, ids.shape[1] - width])
-        return torch.full_like(logits, -torch.inf).scatter(1, tokens[:, None], 0.0)
-
-    config = GenerationConfig(max_new_tokens=TEXT, eos_token_id=ends, pad_token_id=ends[0])
-    written = policy.model.generate(**inputs, generation_config=config, logits_processor=[draw])
-    return [chat.text(ids) for ids in written[:, width:].tolist()]
-
-
 def rounds_of(
     env: envs.TextEnv, chat: Chat, episodes: int, skip: int, steps: int = 3, n: int = 4
 ) -> list[list[Sample]]:
@@ -127,27 +100,16 @@ def rounds_of(
 def sampling(name: str, rounds: list[list[Sample]], model: Any, chat: Chat, repeats: int) -> Iterator[str]:
     """The plain way answers the first request of each round."""
     tokens = sum(len(chat.prompt(r.state)) for r in itertools.chain(*rounds)) // sum(map(len, rounds))
-    free = not rounds[0][0].valid
-    rates: dict[str, list[float]] = {"one at a time": [], **({"generate": []} if free else {}), "fast": []}
+    ways = {Policy: [requests[:1] for requests in rounds], FastPolicy: rounds}
+    rates: dict[type[Policy], list[float]] = {way: [] for way in ways}
     for _ in range(repeats):
-        texts = {}
-        for way in rates:
-            policy = (FastPolicy if way == "fast" else Policy)(model, chat)
-            sample = partial(generate, policy) if way == "generate" else policy.sample
-            groups = [requests[:1] for requests in rounds] if way == "one at a time" else rounds
-            seconds, texts[way] = timed(partial(list, map(sample, groups)))
+        for way, groups in ways.items():
+            seconds, _ = timed(partial(list, map(way(model, chat).sample, groups)))
             rates[way].append(sum(r.n for requests in groups for r in requests) / seconds)
-        if not free:
-            continue
-        written = [c.text for answers in texts["fast"] for answer in answers for c in answer]
-        same = [ours == theirs for ours, theirs in zip(written, itertools.chain(*texts["generate"]), strict=True)]
-        if sum(same) < 0.9 * len(same):
-            raise AssertionError("other texts")
-    fast = rates.pop("fast")
-    for way, others in rates.items():
-        ratios = [ours / theirs for ours, theirs in zip(fast, others, strict=True)]
-        middle = statistics.median(others), statistics.median(fast)
-        yield line(f"{name}, {tokens:,} tokens: {way}", *middle, "texts/s", (min(ratios), max(ratios)))
+    plain, fast = rates.values()
+    ratios = [ours / theirs for ours, theirs in zip(fast, plain, strict=True)]
+    middle = statistics.median(plain), statistics.median(fast)
+    yield line(f"{name}, {tokens:,} tokens", *middle, "texts/s", (min(ratios), max(ratios)))
 
 
 def three_cases(path: str | None, data: str | None, repeats: int) -> Iterator[str]:
@@ -166,13 +128,10 @@ def three_cases(path: str | None, data: str | None, repeats: int) -> Iterator[st
 
 def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -> list[list[dict]]:
     """The trees of these tasks, `width` of them side by side, as lines of trees.jsonl."""
-
-    def lines_of(task: str) -> Iterator:
-        explorer = Explorer(env.fork(), task, policy.chat.rendering, max_depth=3, max_rollouts=6)
-        root = yield from explorer.explore({})
-        return tree_records(env, task, root)
-
-    return list(drive_in_order(map(lines_of, tasks), {Sample: policy.sample}, width))
+    rendering = policy.chat.rendering
+    explorers = (Explorer(env.fork(), task, rendering, max_depth=3, max_rollouts=6) for task in tasks)
+    growing = (build_trees.grow(explorer, {}) for explorer in explorers)
+    return list(drive_in_order(growing, {Sample: policy.sample}, width))
 
 
 def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:
@@ -198,28 +157,13 @@ def trees(n: int = 64, few: int = 4) -> Iterator[str]:
         yield line(f"the same, {few} trees", plain.computed, ours.computed, "tokens")
 
 
-def pair_by_pair(net: QNet, trees: list[list[Pair]]) -> int:
+def epoch(net: QNet, trees: list[Pairs], plain: bool) -> int:
     """Leaves the gradient of all pairs in the net. Returns the tokens that went through it."""
-    pairs = list(itertools.chain(*trees))
-    for pair in pairs:
-        family_loss(net, [pair]).backward()
-    return one_by_one(net.chat, [(pair.state, pair.action) for pair in pairs])
-
-
-def packed(net: QNet, trees: list[list[Pair]]) -> int:
-    """The same."""
-    tokens = 0
-    for pairs in trees:
-        packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], "all", max_tokens=1024))
-        tokens += sum(len(pack.tree) for pack in packs)
-        for group in batches([len(pack.tree) for pack in packs], 2048):
-            packed_loss(net, [packs[i] for i in group]).backward()
-    return tokens
-
-
-def one_by_one(chat: Chat, pairs: Sequence[tuple[State, str]]) -> int:
-    """Tokens of pairs (s, a) that share nothing."""
-    return sum(len(chat.prompt(state)) + len(chat.action(action, state.task)) for state, action in pairs)
+    config = train_qnet.Config(plain=plain, max_tokens=1024)
+    groups = groups_of(net.chat, trees, config)
+    for portion in micro_batches(groups, lambda group: group.tokens, 1 if plain else 2048):
+        loss_of(net, portion, config).backward()
+    return sum(group.tokens for group in groups)
 
 
 def qnet(n: int = 2) -> Iterator[str]:
@@ -228,13 +172,12 @@ def qnet(n: int = 2) -> Iterator[str]:
     grown = grow(env, env.task_ids("train")[100 : 100 + n], FastPolicy(model, chat))
     pairs = [pairs_of(label(tree, "q", 0.9)) for tree in grown]
     net = QNet(model.model, chat)
-    (slow, read), (fast, computed) = (timed(partial(epoch, net, pairs)) for epoch in (pair_by_pair, packed))
+    (slow, read), (fast, computed) = (timed(partial(epoch, net, pairs, plain)) for plain in (True, False))
     yield line("QNet, tokens of an epoch", read, computed, "tokens")
     yield line("QNet, time of an epoch", slow, fast, "s")
-    nodes = list(dict.fromkeys((p.state, p.action) for tree in pairs for p in tree))
     ours = scorer(net)
-    ours.score([Score(state, (action,)) for state, action in nodes])
-    yield line("values of these trees' nodes", one_by_one(chat, nodes), ours.cache.computed, "tokens")
+    ours.score([Score(pair.state, (pair.action,)) for tree in pairs for pair in tree])
+    yield line("values of these trees' nodes", read, ours.cache.computed, "tokens")
 
 
 def webshop(data: str | None, seconds: float = 5) -> Iterator[str]:

@@ -11,6 +11,7 @@ weight --observation-loss. The loss of the agent's own tokens is Eq. (5). docs/d
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 import sft
-from qlass import UserError
 from qlass.chat import Chat
 from qlass.config import Real, read, run_stage
 from qlass.messages import State
@@ -84,18 +84,9 @@ def loss_of(model: Any, examples: list[Example]) -> torch.Tensor:
     return (weights.to(model.device) * losses).sum()
 
 
-def tokenize(chat: Chat, expert: list[Demonstration], config: Config) -> tuple[list[Example], list[sft.Example]]:
-    """The examples to train on; those to validate have the agent's tokens alone."""
-    limit = min(config.max_tokens, chat.context)
-    learned, held_out = sft.hold_out(expert)
-    examples = list(examples_of(chat, learned, limit, config.observation_loss))
-    if not examples:
-        raise UserError(f"no demonstration has an action within {limit} tokens (--max-tokens)")
-    return examples, list(sft.examples_of(chat, held_out, limit))
-
-
 def main(argv: list[str] | None = None) -> None:
-    sft.clone(read(Config, __doc__, argv), tokenize, loss_of)
+    config = read(Config, __doc__, argv)
+    sft.clone(config, partial(examples_of, weight=config.observation_loss), loss_of)
 
 
 if __name__ == "__main__":

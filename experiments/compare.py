@@ -116,14 +116,8 @@ class Untried(Variant):
         return [q if first else -math.inf for q, first in zip(scores, new, strict=True)] if any(new) else scores
 
 
-@dataclasses.dataclass(frozen=True)
-class Player(Method):
-    """One of the environment's own players, which draw nothing; player: the name of a rule."""
-
-    player: str | None = None
-
-    def settings(self) -> dict[str, Any]:
-        return super().settings() | {"player": self.player}
+class Player(Variant):
+    """One of the environment's own players, which draw nothing."""
 
     def play(self, env: envs.TextEnv, task_id: str, chat: Chat, played: dict) -> Generator[Any, Any, dict]:
         yield from ()  # it asks no model
@@ -145,9 +139,6 @@ class Player(Method):
             raise UserError(f"{env.name}: {self} does nothing in task {task_id}")
         return steps
 
-    def __str__(self) -> str:
-        return f"{self.name}:{self.player}" if self.player else self.name
-
 
 def under_wordings(method: Method) -> Method:
     """The same method, whose candidates are sampled under wordings: it reads more tokens."""
@@ -158,7 +149,7 @@ def under_wordings(method: Method) -> Method:
             outcome["tokens"]["prompt"] = prompt_tokens(chat, episodes)
             return outcome
 
-    return Worded(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
+    return Worded(**vars(method))
 
 
 def plan_of(env: envs.TextEnv, config: Config) -> list[Method]:
@@ -190,22 +181,20 @@ def methods_named(name: str, env: envs.TextEnv, config: Config) -> list[Method]:
 
 
 def everything(env: envs.TextEnv, config: Config) -> list[Method]:
-    """The comparison of all methods."""
-    named = {
-        name: methods_named(name, env, config)
-        for name in ("oracle", "expert", "rule", "greedy", "sample", "random", "oracle_step", "qlass", "likeliest")
-    }
-    plan = [method for name in ("oracle", "expert", "rule", "greedy", "sample") for method in named[name]]
-    (sample,) = named["sample"]
+    """The comparison of all methods: best-of-N with N = M, all others once."""
+    once = dataclasses.replace(config, N=())
+    widest = dataclasses.replace(once, M=(max(config.M),))
+    players = ("oracle", "expert", "rule", "greedy", "sample")
+    plan = [method for name in players for method in methods_named(name, env, once)]
     for by in ("q", "oracle"):
-        plan += [dataclasses.replace(sample, name="best_of_n", N=n, select=by) for n in config.M]
-    valued = type(env).optimal_value is not envs.TextEnv.optimal_value
-    widest = named["random"] + (named["oracle_step"] if valued else [])
-    searches = [method for method in widest if max(config.M) == method.M]
-    searches += named["qlass"]
+        plan += methods_of("best_of_n", dataclasses.replace(config, N=config.M, select=by))
+    plan += methods_of("random", widest)
+    if type(env).optimal_value is not envs.TextEnv.optimal_value:
+        plan += methods_named("oracle_step", env, widest)
+    plan += methods_of("qlass", once)
     if not config.server:  # which tells no log-probability
-        searches += named["likeliest"]
-    return plan + [dataclasses.replace(method, N=1, select=None) for method in searches]
+        plan += methods_of("likeliest", once)
+    return plan
 
 
 def settings_of(argv: list[str] | None) -> Config:
@@ -224,9 +213,9 @@ def main(argv: list[str] | None = None) -> None:
     chat, models, inputs = None, {}, {"sft": config.sft}  # if only players play
     if not all(isinstance(method, Player) for method in plan):
         chat, models, inputs = q_search.load(config, env, any(method.needs_q for method in plan))
-        models[Sample] = paraphrased(models[Sample], env, config.paraphrase, config.paraphrase_server)
-    if config.paraphrase is not None or config.paraphrase_server:
-        plan = [method if isinstance(method, Player) else under_wordings(method) for method in plan]
+        if config.paraphrase is not None or config.paraphrase_server:
+            models[Sample] = paraphrased(models[Sample], env, config.paraphrase, config.paraphrase_server)
+            plan = [method if isinstance(method, Player) else under_wordings(method) for method in plan]
     results.play(config, env, tasks, plan, chat, models, inputs)
 
 

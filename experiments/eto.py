@@ -34,13 +34,11 @@ from qlass.batching import ask
 from qlass.chat import Chat, Rendering
 from qlass.config import Positive, Real, free, read, run_stage
 from qlass.messages import State, replay
-from qlass.pairs import families, pairs_of, task_of
+from qlass.pairs import GAP, families, pairs_of, task_of
 from qlass.published import Demonstration, by_task, cloned_from
 from qlass.published import read as read_demonstrations
 from qlass.runs import Inputs, find_or_make
 from qlass.trees import read_trees
-
-GAP = 0.05  # siblings whose q differ by less are level
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,18 +16,18 @@ import transformers
 from tyro.conf import Positional
 
 import envs
+import train_qnet
 from experiments.bench import random_agent
 from experiments.decisions import mixed_precision
 from qlass import UserError, models
 from qlass.agent import load_policy
 from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
-from qlass.config import Memory, parse, run_stage
+from qlass.config import parse, run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.messages import State
 from qlass.pairs import pairs_of
 from qlass.trees import read_trees
-from train_qnet import QNet
 
 GPU = torch.cuda.is_available()
 LLAMA_2_7B = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
@@ -88,30 +88,27 @@ def decoding(run: Path) -> Iterator[str]:
         yield f"| decoding, {n} at once | {speed:,.0f} tokens/s | {limit:,.0f} by bandwidth | {speed / limit:.0%} |"
 
 
-OPTIONS: dict[str, dict[str, Any]] = {  # ways to train QNet, other than all weights, AdamW and checkpointing
+OPTIONS: dict[str, dict[str, Any]] = {  # settings of train_qnet.py, beside --gradient-checkpointing
     "all weights": {},
     "all weights, 8-bit AdamW": {"optim": "adamw8bit"},
     "LoRA 16": {"lora": 16},
-    "LoRA 16, all activations kept": {"lora": 16, "checkpointing": False},
+    "LoRA 16, all activations kept": {"lora": 16, "gradient_checkpointing": False},
     "LoRA 16, 8 bits": {"lora": 16, "load_in": "8bit"},
     "LoRA 16, 4 bits": {"lora": 16, "load_in": "4bit"},
 }
 
 
-def training(
-    run: Path, lora: int | None = None, load_in: str | None = None, optim: str = "adamw", checkpointing: bool = True
-) -> str:
+def training(run: Path, config: train_qnet.Config) -> str:
     """Peak memory, tokens a second and model FLOP utilisation of packed QNet training, as cells of a row."""
-    backbone, chat = models.load_checkpoint(run / "base", transformers.AutoModel, None, load_in, train=not lora)
-    models.prepare_training(backbone, Memory(lora=lora, gradient_checkpointing=checkpointing))
-    qnet = QNet(backbone, chat).train()
-    optimizer = models.adamw([(qnet, 1e-5)], optim)
+    qnet, _ = train_qnet.load(run / "base", config)
+    qnet.train()
+    optimizer = models.adamw([(qnet, config.lr)], config.optim)
     pairs = [[pair] for tree in read_trees(run / "q_labels.jsonl", ["q", "messages"]) for pair in pairs_of(tree)]
-    largest = max(pack_pairs(chat, pairs, "all", MICRO // 2), key=lambda pack: len(pack.tree))
+    largest = max(pack_pairs(qnet.chat, pairs, "all", MICRO // 2), key=lambda pack: len(pack.tree))
     packs = [largest] * max(1, MICRO // len(largest.tree))
 
     def update() -> None:
-        with mixed_precision(backbone):
+        with mixed_precision(qnet.backbone):
             loss = packed_loss(qnet, packs)
         loss.backward()
         optimizer.step()
@@ -123,10 +120,10 @@ def training(
     spent = min(seconds(update) for _ in range(2))
     peak = f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if GPU else ""
     tokens = len(packs) * len(largest.tree)
-    n = sum(p.numel() for p in backbone.parameters())  # in 4 bits two a byte: none of them is counted then
-    flops = (4 if lora else 6) * n * tokens / spent  # forward, backward to inputs, to weights; not done again
+    n = sum(p.numel() for p in qnet.backbone.parameters())  # in 4 bits two a byte: none of them is counted then
+    flops = (4 if config.lora else 6) * n * tokens / spent  # forward, backward to inputs, to weights; not done again
     most = next((tera for name, tera in PEAK.items() if GPU and name in torch.cuda.get_device_name()), None)
-    used = f"{flops / most / 1e12:.0%}" if most and not load_in else ""
+    used = f"{flops / most / 1e12:.0%}" if most and not config.load_in else ""
     return f"{peak} | {tokens / spent:,.0f} | {used}"
 
 
@@ -141,7 +138,7 @@ def figures(run: Path) -> Iterator[str]:
         gc.collect()
         torch.cuda.empty_cache()
         try:
-            cells = training(run, **option)
+            cells = training(run, train_qnet.Config(**{"gradient_checkpointing": True} | option))
         except (UserError, torch.cuda.OutOfMemoryError) as error:
             cells = f"{str(error).split('. ')[0]} | | "
         yield f"| {name} | {cells} |"

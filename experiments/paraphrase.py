@@ -103,9 +103,7 @@ def by_server(url: str) -> Reworder:
 
 
 def paraphrased(sample: Callable, env: Any, wordings: int | None, server: str | None) -> Callable:
-    """What answers the Sample requests of a search; neither wordings nor a server of them: as `sample` does."""
-    if wordings is None and server is None:
-        return sample
+    """What answers the Sample requests of a search, as `sample` does under wordings of rules or of a server."""
     if server is None and env.name not in RULES:
         raise UserError(f"--paraphrase: there are no rules for {env.name}: leave it out")
     return under_wordings(sample, by_server(server) if server else RULES[env.name], wordings or 0)

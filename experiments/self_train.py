@@ -103,8 +103,7 @@ def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, config: Config
         played = drive(map(line_of, todo), models, config.in_flight or env.side_by_side)
         out.grow(played, str(method), len(todo))
     out.finish(tasks)
-    by_task = {line["task_id"]: line["trajectories"] for line in out.records}
-    return [line for task in tasks for line in by_task[task]]
+    return [line for task in tasks for record in out.groups[task] for line in record["trajectories"]]
 
 
 def best_branch(tree: list[dict]) -> dict | None:
@@ -162,8 +161,7 @@ def clone_again(config: Config, sft_folder: Path, expert: Path, n: int) -> None:
     argv = [word for word in meta["argv"] if word != "--overwrite"] + handed_on(config)
     argv += ["--precision", meta["recipe"]["precision"]]
     if not meta["recipe"]["epochs"]:  # as many as that training had, and not what more examples would get
-        batch = meta["batch"]
-        argv += ["--epochs", str(meta["epochs"]), "--batch", str(batch)]
+        argv += ["--epochs", str(meta["epochs"]), "--batch", str(meta["batch"])]
     argv += ["--expert", str(expert), "--n-expert", str(n), "--out", str(config.run / f"sft-{config.name}")]
     stage = clone_answers if "observation_loss" in meta["recipe"] else sft
     stage.main(argv + (["--overwrite"] if config.overwrite else []))

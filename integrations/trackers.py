@@ -10,6 +10,7 @@ A training that was stopped writes some lines of its log again. A tracker gets e
 """
 
 import dataclasses
+import functools
 import importlib
 import json
 import time
@@ -82,13 +83,7 @@ def hand_on(log: Path, tracker: Callable[[Path], Tracker]) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, argv, Config(Path("runs/webshop")), __doc__)
-    trackers: dict[Path, Tracker] = {}
-
-    def tracker(folder: Path) -> Tracker:
-        if folder not in trackers:
-            trackers[folder] = tracker_of(config.to, folder)
-        return trackers[folder]
-
+    tracker = functools.cache(functools.partial(tracker_of, config.to))  # one a folder
     if not list(config.run.glob("*.log.jsonl")):
         raise UserError(f"{config.run}: no training has written a log here")
     while True:
