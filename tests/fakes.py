@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 import envs
 from build_trees import Explorer
@@ -198,14 +198,20 @@ TEMPLATES: dict[str, tuple[str | None, dict[str, str], list[str]]] = {  # templa
 }
 
 
-def chat_tokenizer(name: str) -> Any:
-    """Of single bytes or, as SentencePiece's, of characters, with a real model's template."""
+def chat_tokenizer(name: str, scheme: str | None = None, begins: bool = False) -> Any:
+    """Of single bytes or, as SentencePiece's, of characters, with a real model's template.
+
+    scheme: where SentencePiece adds a space. begins: each text begins with the first token, as in published ones.
+    """
     template, named, others = TEMPLATES[name]
     if name in SENTENCE_PIECE:
         characters = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *map(chr, range(33, 127))]
         vocabulary = {c: i for i, c in enumerate(characters)}
         core = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
         core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        if scheme:
+            core.normalizer = normalizers.Sequence([])
+            core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
         core.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
@@ -215,6 +221,10 @@ def chat_tokenizer(name: str) -> Any:
         core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True) for token in others])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **named)
+    if begins:
+        bos, token = tokenizer.bos_token, tokenizer.bos_token_id
+        begin = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, token)])
+        tokenizer.backend_tokenizer.post_processor = begin
     tokenizer.chat_template = template
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
@@ -258,6 +268,15 @@ def tiny_lm(chat: Chat, seed: int = 0, **options: Any) -> Any:
 
 def tiny_backbone(chat: Chat, seed: int = 0) -> Any:
     return tiny_lm(chat, seed).model
+
+
+def log_pi(next_token: Callable[[list[int]], torch.Tensor], ids: list[int], valid: list[list[int]]) -> torch.Tensor:
+    """Of one of the valid actions: token by token, among those with which one can go on. next_token: its logits."""
+    total = torch.zeros(())
+    for t, token in enumerate(ids):
+        allowed = sorted({w[t] for w in valid if w[:t] == ids[:t]})
+        total = total + next_token(ids[:t])[allowed].log_softmax(-1)[allowed.index(token)]
+    return total
 
 
 def save_agent(folder: Path, **rendering: Any) -> Path:

@@ -7,7 +7,7 @@ import pytest
 from fakes import SENTENCE_PIECE, TEMPLATES, chat_tokenizer, tiny_backbone, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from qlass import UserError
 from qlass.batching import LogProb, Sample, Score
@@ -107,10 +107,7 @@ ENDS = {"llama-2": "</s>", "zephyr": "</s>", "chatml": "<|im_end|>", "chatml-sys
 @pytest.mark.parametrize("name", [n for n in TEMPLATES if n != "none"])
 def test_a_state_reads_as_the_models_own_template_writes_it(name, scheme):
     """Also where SentencePiece adds a space at a text's beginning, after each control token, or nowhere."""
-    tokenizer = chat_tokenizer(name)
-    if scheme and name in SENTENCE_PIECE:
-        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer = chat_tokenizer(name, scheme)
     chat = Chat(tokenizer, Rendering())
     written = tokenizer.apply_chat_template(STATE.dump(), tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(chat.prompt(STATE)).replace("s> ", "s>").strip() == written.strip()
@@ -135,14 +132,11 @@ def test_without_a_template_roles_are_words_and_a_prompt_begins_as_the_tokenizer
         f"User: Observation: it is shut\nAssistant: Action: push{end}"
     )
     for template in (None, TEMPLATES["llama-3"][0]):  # which has its own
-        tokenizer = chat_tokenizer("llama-3")
+        tokenizer = chat_tokenizer("llama-3", begins=True)
         tokenizer.chat_template = template
-        bos, token = tokenizer.bos_token, tokenizer.bos_token_id
-        begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, token)])
-        tokenizer.backend_tokenizer.post_processor = begins
         for state in (STATE, SYSTEM):
             ids = Chat(tokenizer, Rendering()).prompt(state)
-            assert ids[0] == token and ids.count(token) == 1
+            assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1
 
 
 texts = st.text(alphabet="ab [].:✓é\n", min_size=1, max_size=12).map(lambda s: s.strip() or "a")
@@ -215,12 +209,10 @@ def test_control_tokens_in_a_message_stay_text(name, control):
         assert [i for i in observed if i in special] == [i for i in other if i in special]
 
 
-def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path):
+def test_a_templates_date_is_that_of_the_checkpoint_or_today():
     template = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + CHATML
     chat = chat_of(template, date="2024-07-26")
     assert chat.tokenizer.decode(chat.prompt(STATE)).startswith("Today: 26 Jul 2024\n")
-    chat.save(tmp_path)
-    assert Rendering.load(tmp_path).date == "2024-07-26"
     assert chat_of(template).rendering.date == datetime.date.today().isoformat()
 
 

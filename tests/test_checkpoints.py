@@ -6,8 +6,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +86,6 @@ def test_a_key_without_a_place_matters_if_its_layer_is_computed(name, kind, tmp_
         refused(tmp_path, f"no place for {re.escape(key)}; ", kind)
 
 
-def test_a_plain_model_opens_neither_lora_nor_the_fast_engine_nor_a_server(agent):
-    code = "import sys; from qlass.agent import load_policy; load_policy(sys.argv[1], plain=True); print(*sys.modules)"
-    command = [sys.executable, "-c", code, str(agent)]
-    opened = subprocess.check_output(command, cwd=Path(models.__file__).parents[1], text=True).split()
-    assert "qlass.models" in opened
-    assert {"qlass.optional.lora", "qlass.optional.server", "qlass.fast", "peft"}.isdisjoint(opened)
-
-
 def cut(file: Path, keep: int) -> None:
     file.write_bytes(file.read_bytes()[:keep])
 
@@ -123,6 +113,7 @@ def test_other_weights_than_those_meant_are_refused(copy):
     refused(copy, "Couldn't instantiate the backend tokenizer")
     cut(copy / "config.json", 20)
     refused(copy, "not a valid JSON")
+    refused(copy / "nowhere", "no such file or folder")
 
 
 def test_weights_in_another_form_are_refused_with_the_way_to_ours(tmp_path):
@@ -301,11 +292,6 @@ def test_updates_of_a_base_go_through_the_stages(tmp_path, fake_world, bits):
     close(adapter(IDS).last_hidden_state, net.backbone(IDS).last_hidden_state)
     q_search.main([*run, "--limit", "2"])
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) >= 2
-
-
-def test_a_model_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(UserError, match="nowhere: no such file or folder"):
-        models.load_checkpoint(tmp_path / "nowhere", hf.AutoModelForCausalLM)
 
 
 def test_a_checkpoint_is_read_back_before_it_counts(tmp_path, agent, value_net, monkeypatch):

@@ -350,9 +350,6 @@ def test_each_step_is_handed_on_once_also_after_a_stop(tmp_path, monkeypatch):
     assert told[-1][1] == {"epoch/epoch": 1, "epoch/loss": 0.5, "epoch/mse": 0.25}
 
 
-def test_a_run_without_a_log_and_a_tracker_that_is_not_installed_are_told(tmp_path):
+def test_a_run_without_a_log_is_told(tmp_path):
     with pytest.raises(UserError, match="no training has written a log"):
         trackers.main([str(tmp_path)])
-    log_of(tmp_path, 1)
-    with pytest.raises(ModuleNotFoundError, match="trackio"):
-        trackers.main([str(tmp_path), "--to", "trackio"])

@@ -117,23 +117,15 @@ def test_killed_stages_complete_the_same_files(tmp_path, monkeypatch):
     assert {path.name for path in killed.glob("run/[!.]*")} == {path.name for path in whole.glob("run/[!.]*")}
 
 
-PLAIN = {
-    "sft": ["--epochs", "2", "--n-expert", "4"],
-    "build_trees": ["--plain", "--rollouts", "3", "--limit", "2", "--depth", "2"],
-    "bellman": [],
-    "train_qnet": ["--plain", "--epochs", "1", "--batch", "8"],
-    "q_search": ["--plain", "--method", "greedy", "qlass", "--limit", "2", "--max-steps", "8"],
-}
-
-
-def test_plain_needs_nothing_of_the_fast_engine(tmp_path):
-    """All stages, in a copy of the project without it."""
-    leave_out = shutil.ignore_patterns("fast", "__pycache__", ".*", "runs", "docs", "generated", "tests")
-    copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=leave_out)
-    for stage, flags in PLAIN.items():
-        done = script(stage, "--env", "frozenlake", "--env-option", "map=4x4", *flags, cwd=copy, root=copy)
+def test_plain_needs_nothing_of_the_fast_engine_lora_or_a_server(tmp_path):
+    """All stages, in a copy of the project without these."""
+    left_out = ("fast", "lora.py", "server.py", "__pycache__", ".*", "runs", "docs", "generated", "tests")
+    copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(*left_out))
+    for stage, flags in SHORT.items():
+        plain = ["--plain"] * (stage not in ("sft", "bellman"))
+        done = script(stage, *LAKE, *flags.split(), *plain, cwd=copy, root=copy)
         assert done.returncode == 0 and "missing" not in done.stdout, done.stderr
-    assert len(lines(copy / "runs" / "frozenlake" / "results.jsonl")) == 4
+    assert len(lines(copy / "runs" / "frozenlakeenv" / "results.jsonl")) == 8
 
 
 @pytest.mark.parametrize("cloned", [True, pytest.param(False, marks=pytest.mark.slow)])  # to clone an agent: minutes

@@ -17,7 +17,6 @@ from reporting.show import bar
 
 CHAT, stage = word_chat(), q_search
 GREEDY = Method("greedy", temperature=0.0)
-RANDOM = Method("random", "chance", M=2)
 BOTH = {path: "left right" for path in [(), ("left",), ("right",), ("left", "right"), ("right", "right")]}
 
 
@@ -126,8 +125,8 @@ def test_what_was_sampled_for_one_method_serves_the_next():
     assert played(Method("random", "chance", N=3), shared)[1] == {0, 1, 2}
 
 
-BLIND = [GREEDY, Method("sample"), RANDOM, Method("qlass", "q", M=2), Method("qlass", "q", 2, 3, "q"),
-         Method("best_of_n", N=3, select="q")]  # fmt: skip
+BLIND = [GREEDY, Method("sample"), Method("random", "chance", M=2), Method("qlass", "q", M=2),
+         Method("qlass", "q", 2, 3, "q"), Method("best_of_n", N=3, select="q")]  # fmt: skip
 
 
 @pytest.mark.parametrize("method", BLIND)

@@ -9,7 +9,6 @@ import torch
 import transformers as hf
 from fakes import chat_tokenizer, dump, tiny_lm, word_chat
 from test_checkpoints import Bomb
-from tokenizers import normalizers, pre_tokenizers, processors
 from torch.nn.functional import linear
 
 import q_search
@@ -29,24 +28,10 @@ EXAMPLE = [{"role": "user", "content": "A room.\n\nYour task is to: look."}, {"f
 EXAMPLE += [{"role": "user", "content": "Observation: a"}, {"from": "gpt", "content": "Thought: hm\nAction: look"}]
 
 
-def released_tokenizer(name: str) -> hf.PreTrainedTokenizerFast:
-    """As published: it puts its first token in front of each text, and its template is the checkpoint's own."""
-    family, _, scheme = name.partition(" ")
-    tokenizer = chat_tokenizer(family)
-    backend, token = tokenizer.backend_tokenizer, tokenizer.bos_token
-    if scheme:
-        backend.normalizer = normalizers.Sequence([])
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{token} $A", special_tokens=[(token, tokenizer.bos_token_id)]
-    )
-    return tokenizer
-
-
 def publish(name: str, folder: Path) -> Path:
     """Random weights in the release's layout: folder/Q and folder/agent."""
-    tokenizer, llama = released_tokenizer(name), tiny_lm(word_chat(), 5, vocab_size=400, tie_word_embeddings=False)
-    llama.bfloat16()
+    tokenizer = chat_tokenizer(*name.split(), begins=True)
+    llama = tiny_lm(word_chat(), 5, vocab_size=400, tie_word_embeddings=False).bfloat16()
     llama.save_pretrained(folder / "agent")
     llama.config.save_pretrained(folder / "Q")
     for place in ("agent", "Q"):
@@ -84,7 +69,7 @@ def value(name: str, folder: Path, messages: list[dict]) -> float:
     weights = {key: weight.float() for key, weight in weights.items()}
     llama = hf.LlamaForCausalLM(hf.LlamaConfig.from_pretrained(folder / "Q", dtype="float32"))
     llama.load_state_dict({key[6:]: weight for key, weight in weights.items() if key.startswith("llama.")})
-    ids = released_tokenizer(name)(written(name, messages), return_tensors="pt").input_ids
+    ids = chat_tokenizer(*name.split(), begins=True)(written(name, messages), return_tensors="pt").input_ids
     with torch.no_grad():
         hidden = llama(ids, output_hidden_states=True).hidden_states[-1][0, -2]
         hidden = linear(hidden, weights["mlp.0.weight"], weights["mlp.0.bias"]).relu()
@@ -111,7 +96,7 @@ def test_the_agent_reads_the_releases_text_and_has_its_settings(release):
     chat = Chat(hf.AutoTokenizer.from_pretrained(folder / "run" / "sft"), Rendering.load(folder / "run" / "sft"))
     state = State((("user", "Walk."),)).then("Action: look", "Observation: a desk 1")
     asked = written(name, state.dump()) + "<|start_header_id|>assistant<|end_header_id|>\n\n" * (name == "llama-3")
-    assert chat.prompt(state) == released_tokenizer(name)(asked).input_ids
+    assert chat.prompt(state) == chat_tokenizer(*name.split(), begins=True)(asked).input_ids
     assert chat.action("a", "")[-1] == chat.stop_id
     settings = chat.rendering.temperature, chat.rendering.max_new_tokens, chat.rendering.top_p, chat.rendering.top_k
     assert settings == (0.7, 512, 1.0, 0) and chat.rendering.stop == ()

@@ -391,9 +391,7 @@ def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
 
 GOOD = demonstrate(FakeEnv(), "train0")  # right, right, right
 ACT = json.loads(json.dumps(GOOD).replace("Action:", "Act:"))
-PUBLISHED = {"messages": GOOD["messages"]}
-ELSEWHERE = json.loads(json.dumps(PUBLISHED).replace("start", "the end"))
-ALL = 'no message has "Action:", so each is an action as a whole'
+ELSEWHERE = json.loads(json.dumps({"messages": GOOD["messages"]}).replace("start", "the end"))
 EARNED = "replaying them earned 1"
 
 
@@ -424,4 +422,4 @@ def test_a_demonstration_is_shown_and_replayed(record, says, not_said, tmp_path,
 def test_a_file_without_any_action_is_told(records, warns, tmp_path, fake_world, capsys):
     (tmp_path / "expert.jsonl").write_text(dump(records))
     demonstration.main(["--env", "frozenlake", "--run", str(tmp_path)])
-    assert (ALL in capsys.readouterr().err) == warns
+    assert ('no message has "Action:", so each is an action as a whole' in capsys.readouterr().err) == warns

@@ -86,13 +86,6 @@ def test_blocks_are_sampled_not_their_tasks():
     assert (estimate.mean, estimate.low, estimate.high) == pytest.approx((0.5, 0.25, 0.75))
 
 
-def test_a_seed_that_lacks_a_task_takes_the_task_out_of_the_interval_not_the_seeds():
-    values = {(task, seed): 0.1 * task + seed + 0.2 * (task == seed) for task in range(4) for seed in range(3)}
-    without = {key: value for key, value in values.items() if key != (3, 1)}
-    estimate = interval(series(without))
-    assert estimate == interval(series({key: value for key, value in values.items() if key[0] < 3})) and estimate.n == 3
-
-
 def test_paired_difference_by_hand():
     a = {("t1", 0): 1.0, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t4", 0): 1.0}
     b = {("t1", 0): 0.5, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t5", 0): 0.0}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from fakes import ACTIONS, tiny_lm, word_chat
+from fakes import ACTIONS, log_pi, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,15 +119,8 @@ def test_free_sampling_equals_one_token_at_a_time(kind, settings):
 
 
 def logprobs_by_brute_force(state: State, valid: tuple[str, ...], temperature: float) -> list[float]:
-    """Token by token, among the tokens with which a valid action can go on."""
-    whole, totals = [CHAT.action(a, state.task) for a in valid], []
-    for ids in whole:
-        totals.append(0.0)
-        for t, token in enumerate(ids):
-            allowed = sorted({w[t] for w in whole if w[:t] == ids[:t] and len(w) > t})
-            logits = plain([*CHAT.prompt(state), *ids[:t]])[-1][allowed] / temperature
-            totals[-1] += float(logits.log_softmax(-1)[allowed.index(token)])
-    return totals
+    prompt, whole = CHAT.prompt(state), [CHAT.action(a, state.task) for a in valid]
+    return [log_pi(lambda ids: plain([*prompt, *ids])[-1] / temperature, ids, whole).item() for ids in whole]
 
 
 def test_logprobs_of_the_valid_actions_equal_brute_force():

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from fakes import WORLD, FakeEnv, Script, dump, path_of, run, say, tiny_backbone, tiny_lm, word_chat
+from fakes import WORLD, FakeEnv, Script, dump, log_pi, path_of, run, say, tiny_backbone, tiny_lm, word_chat
 from test_bellman import tree_by_hand
 from torch.testing import assert_close
 
@@ -110,15 +110,7 @@ def plain_choices(model, chat, decision):
         yield from ((logp[token], -(logp.exp() * logp).sum()) for logp, token in zip(every, taken, strict=True))
         return
     texts = [chat.action(text, decision.state.task) for text in decision.valid]
-
-    def log_pi(ids):
-        total = torch.zeros(())
-        for i, token in enumerate(ids):
-            allowed = sorted({t[i] for t in texts if t[:i] == ids[:i]})
-            total = total + next_token(ids[:i])[allowed].log_softmax(-1)[allowed.index(token)]
-        return total
-
-    every = torch.stack([log_pi(ids) for ids in texts])
+    every = torch.stack([log_pi(next_token, ids, texts) for ids in texts])
     yield every[texts.index(taken)], -(every.exp() * every).sum()
 
 

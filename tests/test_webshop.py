@@ -241,19 +241,14 @@ def test_nouns_of_a_title_and_queries_of_an_instruction(shop):
 WORDS = st.lists(st.sampled_from(["red", "green", "shirts", "shirt", "the", "lamp", "hats", "5.5"]), max_size=8)
 
 
-def index_of(texts):
-    indexer = webshop_search.Indexer()
-    for text in texts:
-        indexer.add(text)
-    n = len(indexer.length)
-    words, arrays = indexer.finish(np.arange(n))
-    return webshop_search.SearchIndex(n, {word: v for v, word in enumerate(words)}.get, **arrays)
-
-
 @settings(max_examples=60)
 @given(st.lists(WORDS, min_size=1, max_size=40), WORDS)
 def test_bm25_against_the_formula(documents, query):
-    index = index_of(" ".join(d) for d in documents)
+    indexer, n = webshop_search.Indexer(), len(documents)
+    for document in documents:
+        indexer.add(" ".join(document))
+    words, arrays = indexer.finish(np.arange(n))
+    index = webshop_search.SearchIndex(n, {word: v for v, word in enumerate(words)}.get, **arrays)
     bags = [Counter(webshop_search.terms(" ".join(d))) for d in documents]
     average = sum(sum(bag.values()) for bag in bags) / len(bags)
     expected = []
