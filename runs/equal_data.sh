@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What does QLASS add as its agent learns more? WebShop in shops of their own (seeds 101 to 110), with the demo's settings.
-# The agent, its trees and QNet share SIZE demonstrations, 100, 300 or 1,000; the trees have 6,000 rollouts in all: sixty,
-# twenty or six on each task that the agent was cloned from, as in the paper. The comparisons are planned in
+# The agent, its trees and QNet share SIZE demonstrations, 100, 300 or 1,000; the trees have at most 6,000 rollouts in all:
+# sixty, twenty or six on each task that the agent was cloned from, as in the paper. The comparisons are planned in
 # runs/reference_output/plans.csv; what they need is played first, in all shops.
 #   bash runs/equal_data.sh SIZE [SEED ...]      (default: 101 to 110, of 1,000 demonstrations 101 to 105)
 # IN=FOLDER for run folders elsewhere than in runs. Run it again after a stop: finished stages are kept, the others resume.

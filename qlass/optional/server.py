@@ -31,7 +31,7 @@ ENDS = (None, "", "stop", "length", "eos", "eos_token", "stop_sequence", "end_tu
 HALF = re.compile(r"(\\ud[89ab]..\\ud[c-f]..|\\[^u])|\\ud[89a-f]..", re.IGNORECASE)
 
 
-def mend(escape: re.Match) -> str:
+def valid_escape(escape: re.Match) -> str:
     """An escape of JSON; for half a character, which no file takes, the replacement character."""
     return escape[1] or r"\ufffd"
 
@@ -152,7 +152,7 @@ class Server:
             else:
                 sent = {name: value for name, value in body.items() if name not in self.left_out}
                 text = self.client.post(path, body=sent, cast_to=str)
-            reply = parse_json(HALF.sub(mend, text).encode(), "its reply")
+            reply = parse_json(HALF.sub(valid_escape, text).encode(), "its reply")
             self._hold_on_to_name(reply)
             return read(reply)
         except UserError as error:
