@@ -1,6 +1,6 @@
 # make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots, in runs/demo
 # make test   the same set-up, then lint, types and tests; with COVER=--cov it reports the lines that it covers
-# make smollm2   the paper's recipe with a pretrained model of 135 M parameters: hours; FLAGS="webshop --env-option data=DIR"
+# make smollm2   all stages with a pretrained model of 135 M parameters: an hour; FLAGS="webshop --env-option data=DIR": hours
 # make test-slow   what takes minutes: real servers, an agent cloned anew
 VENV ?= .venv
 PYTHON ?= python3
