@@ -94,8 +94,8 @@ def imports_of(source: bytes, package: str) -> Iterator[str]:
 
 
 def contents_of(options: dict[str, Any]) -> dict[str, str]:
-    """The fingerprint of each file or folder that an option names."""
-    paths = {name: value for name, value in options.items() if isinstance(value, str)}
+    """The fingerprint of each file or folder that an option names, but for a `cache`, which is no data."""
+    paths = {name: value for name, value in options.items() if isinstance(value, str) and name != "cache"}
     return {name: fingerprint(path) for name, path in paths.items() if os.path.exists(path)}
 
 

@@ -28,8 +28,8 @@ from qlass import UserError
 # Of an option's default: the words for what fits it, and the types.
 FITTING: dict[type, tuple] = {
     bool: ("true or false", bool),  # "False" would count as true
-    int: ("a whole number", int, type(None)),
-    float: ("a number", float, int, type(None)),
+    int: ("a whole number", int),
+    float: ("a number", float, int),
 }
 # Options of a reset that name a task. One that names none draws from `env.split`.
 NAMING = (set(), {"task_id"}, {"index"}, {"split", "index"})
@@ -322,12 +322,12 @@ def options_of(kind: Any, texts: list[str], others: Collection[str] = ()) -> tup
             raise UserError(f"--env-option {text}: --{name.replace('_', '-')} says so here")
         if name not in parameters:
             raise UserError(f"--env-option {text}: {unknown_option(name, list(parameters))}")
-        default = parameters[name].default
+        default, annotation = parameters[name].default, str(parameters[name].annotation)
         if not isinstance(default, str):
             with contextlib.suppress(json.JSONDecodeError):
                 value = json.loads(value)
         words, *kinds = FITTING.get(type(default), ("",))
-        if kinds and type(value) not in kinds:
+        if kinds and type(value) not in kinds and not (value is None and "None" in annotation):
             raise UserError(f"--env-option {text}: {name} must be {words}")
         options[name] = value
     return texts, options

@@ -355,6 +355,7 @@ def built(*options, env="test_environments:Maze", in_flight=None, **more):
         (["size"], "--env-option size: NAME=VALUE is expected"),
         (["size=0"], "ZeroDivisionError: division by zero (--debug shows where)"),
         (["size=2", "rate=fast"], "rate must be a number"),
+        (["size=2", "rate=null"], "rate must be a number"),
         (["size=2", "max_steps=abc"], "max_steps must be a whole number"),
         (["size=2"], "--in-flight 3: maze may have 2 open at once, its side_by_side"),
     ],

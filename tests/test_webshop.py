@@ -234,8 +234,19 @@ def test_nouns_of_a_title_and_queries_of_an_instruction(shop):
     product = dataclasses.replace(shop().shop.products[0], title=title)
     words = "vintage pack men t shirt navy red size xl home office"
     assert " ".join(webshop.noun_finder(None)(product)) == words
+    recorded = Path("nouns.json")
+    recorded.write_text(json.dumps({product.asin: []}))  # the tagger has found none
+    assert webshop.noun_finder(recorded)(product) == []
     options = "breathable cotton shirt with color: blue, and size: large"
     assert webshop_data.queries(WISH) == ["find me a " + options, options, "breathable cotton shirt"]
+    assert "[" not in "".join(webshop_data.queries(WISH.replace("shirt", "[shirt]\n")))  # search[...] can't hold it
+
+
+def test_a_search_for_a_blank_is_one_and_an_empty_search_is_none(shop):
+    env = shop()
+    env.reset(options={"task_id": "0"})
+    assert env.canonical("search[ ]") == env.canonical("search[  ]") != env.canonical("search[]")
+    assert env.step("search[]")[4]["known"] is False and env.step("search[ ]")[4]["known"] is True
 
 
 WORDS = st.lists(st.sampled_from(["red", "green", "shirts", "shirt", "the", "lamp", "hats", "5.5"]), max_size=8)

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_webshop import SHARED, recorded
 
+import envs
 from data import make_webshop
 from environments.webshop import catalogue, engine, search, store
 from qlass import UserError
+from qlass.config import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +76,11 @@ def test_a_store_is_made_once_for_its_sources(crowd, tmp_path, monkeypatch):
     os.utime(items, ns=(times.st_atime_ns, times.st_mtime_ns))  # neither its size nor its time has changed
     changed = store.open_store(folder)
     assert len(built) == 2 and changed.products[0] != first.products[0] and changed.products[1] == first.products[1]
-    assert len([*folder.glob("webshop-*")]) == 1
+    assert len([*folder.glob(".webshop-*/products")]) == 1
     elsewhere = store.open_store(folder, cache=tmp_path / "cache")
     assert len(built) == 3 and [*elsewhere.products] == [*changed.products]
+    few = [store.open_store(folder, cache=tmp_path / "cache", first=first) for first in (20, None, 2)]
+    assert [len(shop.products) for shop in few] == [20, 300, 2] and len(built) == 5
     with pytest.raises(UserError, match="cache=DIR"):  # where none can be written
         store.open_store(folder, cache=items / "cache")
 
@@ -98,11 +102,20 @@ def test_a_build_that_was_killed_is_done_anew_and_once_by_several_processes(crow
             file.write("built\n")
         build(*args)
 
-    assert forked(killed) == [9] and len([*tmp_path.glob(".webshop-*/products")]) == 1
+    assert forked(killed) == [9] and len([*tmp_path.glob("..webshop-*/products")]) == 1
     monkeypatch.setattr(store, "build", told)
     codes = forked(*[lambda: os._exit(len(store.open_store(crowd, cache=tmp_path).products) % 256)] * 3)
     assert codes == [300 % 256] * 3 and log.read_text() == "built\n"
-    assert not [*tmp_path.glob(".webshop-*/products")] and len([*tmp_path.glob("webshop-*")]) == 1
+    assert not [*tmp_path.glob("..webshop-*/products")] and len([*tmp_path.glob(".webshop-*/products")]) == 1
+
+
+def test_an_index_is_no_part_of_the_data(crowd, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "SMALL", 0)
+    folder = shutil.copytree(crowd, tmp_path / "data")
+    for options in [f"data={folder}"], [f"data={folder}", f"cache={tmp_path / 'cache'}"]:
+        config = Sampling(env="webshop", env_option=tuple(options))
+        first, again = (envs.from_config(config).settings for _ in range(2))
+        assert first == again and set(first["env_files"]) == {"data"}
 
 
 def test_instructions_off_the_schema_harm_those_who_ask_for_them(crowd, tmp_path):

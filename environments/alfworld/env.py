@@ -60,6 +60,8 @@ class ALFWorldEnv(TextEnv):
         self.thoughts = thoughts
         if engine not in ("python", "textworld"):
             raise UserError(f"alfworld: unknown engine {engine!r}: choose python or textworld")
+        if engine == "textworld":
+            textworld.package()  # says what to install
         self.engine = engine
         data = data or os.environ.get("ALFWORLD_DATA")
         self.games = games.Games(data or make_alfworld.ensure(seed, writable(make_alfworld.GENERATED)))

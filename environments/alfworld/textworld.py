@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from qlass import UserError
 
 
-def _package() -> tuple[Any, Any, Any]:
+def package() -> tuple[Any, Any, Any]:
     """textworld, alfworld's naming of objects, and the paths of the domain and the grammar that it ships."""
     before = os.environ.get("ALFWORLD_DATA")
     try:
@@ -34,7 +34,7 @@ def with_grammar(content: dict[str, Any]) -> dict[str, Any]:
     """A game file's content with the domain and the grammar that data/make_alfworld.py leaves out."""
     if content["pddl_domain"]:
         return content
-    _, _, info = _package()
+    _, _, info = package()
     sentence = content["grammar"].split("Your task is to: ")[1].split('"')[0]
     grammar = Path(info.ALFRED_TWL2_PATH).read_text().replace("UNKNOWN GOAL.", sentence)
     return content | {"pddl_domain": Path(info.ALFRED_PDDL_PATH).read_text(), "grammar": grammar}
@@ -51,7 +51,7 @@ class TextWorldGame:
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
-        textworld, demangler, _ = _package()
+        textworld, demangler, _ = package()
         wanted = textworld.EnvInfos(won=True, admissible_commands=True, feedback=True)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "game.tw-pddl"

@@ -274,6 +274,7 @@ def price_limit(instruction: str) -> float:
 def queries(instruction: str) -> list[str]:
     """Searches that the instruction suggests, for candidates of tiny models: all but its price, the best by far, as
     search weighs words by how rare they are; that without "i need a"; and without the options."""
+    instruction = re.sub(r"[\[\]\n]", " ", instruction)  # which an action search[...] can't hold
     core = described(instruction)
     suggested = (without_price(instruction), core, OPTION_CLAUSE.sub("", core))
     return list(dict.fromkeys(query for query in suggested if query))

@@ -101,7 +101,7 @@ class WebShopEnv(TextEnv):
     def canonical(self, action: str) -> str:
         name, value = engine.parse(action)
         if name == "search":  # which splits words at blanks
-            value = " ".join(value.split())
+            value = " ".join(value.split()) or " "  # an empty search is none
         return f"{name}[{value}]" if name in ("search", "click") else action
 
     def subject(self, task_id: str) -> str:

@@ -131,8 +131,8 @@ def open_store(
             build(sources, Path(draft), first, quiet=True)
             return Store(Path(draft), kind, seed)  # what is mapped stays when its name is gone
     parent = sources[0].parent if cache is None else cache
-    name = f"{zlib.crc32(bytes(folder.resolve())):08x}" + ("" if first is None else f"-{first}")
-    kept, note = parent / f"webshop-{name}", fingerprint(sources)
+    name = f"{zlib.crc32(bytes(folder.resolve())):08x}-{'all' if first is None else first}"
+    kept, note = parent / f".webshop-{name}", fingerprint(sources)  # hidden: it is no part of the data
     try:
         parent.mkdir(parents=True, exist_ok=True)
         if not is_made(kept, note):

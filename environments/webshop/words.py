@@ -86,4 +86,4 @@ def noun_finder(source: str | Path | None) -> Any:
     recorded = read_json(Path(source))
     if not isinstance(recorded, dict) or not all(isinstance(nouns, list) for nouns in recorded.values()):
         raise UserError(f"{source}: {{asin: [noun, ...]}} is expected")
-    return lambda product: recorded.get(product.asin) or rule_nouns(product.title)
+    return lambda product: recorded[product.asin] if product.asin in recorded else rule_nouns(product.title)
