@@ -123,6 +123,10 @@ class ChatAgent:
     def _examples(self, task_id: str) -> list[tuple[str, str]]:
         """The turns of demonstrations for a task, of others than its subject."""
         kind, subject, number = self.env.task_type(task_id), self.env.subject(task_id), self.config.examples
+        if number and not self.env.agreement:
+            raise UserError(
+                f"--examples {number}: in {self.env.name} the task is in the first message, in front of them"
+            )
         train = self.env.task_ids("train") if number else []
         alike = (t for t in train if self.env.task_type(t) == kind and self.env.subject(t) != subject)
         lines = [demonstrate(self.env, task)["messages"] for task in itertools.islice(alike, number)]

@@ -77,10 +77,10 @@ class Session(Environment):
 
     @property
     def state(self) -> State:
-        fields = {name: self.game.info.get(name) for name in ("task_id", "task", "valid_actions")}
-        if self in self.open_sessions:
-            fields["snapshot"] = uuid.uuid4().hex
-            with ONE_AT_A_TIME:
+        with ONE_AT_A_TIME:
+            fields = {name: self.game.info.get(name) for name in ("task_id", "task", "valid_actions")}
+            if self in self.open_sessions:
+                fields["snapshot"] = uuid.uuid4().hex
                 here, game = self.env.snapshot(), dict(vars(self.game))
                 self.snapshots[fields["snapshot"]] = here, game, self.steps, self.answer
                 if len(self.snapshots) > HELD:

@@ -15,6 +15,7 @@ import pandas as pd
 from tyro.conf import Positional
 
 from environments.alfworld.env import ALFWorldEnv
+from qlass import UserError
 from qlass.config import parse, run_stage
 from qlass.files import warn
 from reporting.results import METHODS, lines_of
@@ -48,7 +49,11 @@ class ALFWorld(ALFWorldEnv):
 
 def figures(paths: list[Path]) -> Iterator[str]:
     """Rows of a table: which share of the games is won in the first of the files, in two or more, and in any."""
-    lines = pd.DataFrame([record | {"file": path.name} for path in paths for _, record in lines_of(path)])
+    lines = pd.DataFrame([record | {"file": str(path)} for path in paths for _, record in lines_of(path)])
+    if lines.empty:
+        raise UserError("no results: name the result files, one for each episode of a game")
+    if lines.duplicated(["method", "task_id", "file"]).any():
+        raise UserError("a file has two searches of one method: name files with one M, one for each episode of a game")
     blocks = dict(zip(lines["task_id"], lines["block"], strict=True))
     yield f"| success [95 %] | games | first | at least two of {len(paths)} | any of {len(paths)} (oracle) |"
     yield "|---|---|---|---|---|"

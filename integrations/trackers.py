@@ -4,9 +4,10 @@
     python -m integrations.trackers runs/webshop --to wandb --follow         # until Ctrl-C, while the stages train
 
     reads   RUN/*.log.jsonl, a line for each update and for each epoch, as sft.py and train_qnet.py write them
-    writes  RUN/NAME.curves/, the tracker's files and handed_on.json, which says what it has
+    writes  RUN/NAME.curves/, the tracker's files and handed_on-TRACKER.json, which says what it has
 
-A training that was stopped writes some lines of its log again. A tracker gets each step once.
+A training that was stopped writes some lines of its log again. A tracker gets each step once. A training that is begun
+again (--overwrite) gets new curves.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from tyro.conf import Positional
 
 from qlass import UserError
 from qlass.config import parse, run_stage
-from qlass.files import read_object, replacing
+from qlass.files import discard, read_object, replacing
 
 SECONDS = 10  # between two looks at the logs
 
@@ -38,8 +39,8 @@ class Config:
 Tracker = Callable[[dict[str, float], int], None]  # takes the figures of a step
 
 
-def tracker_of(name: str, folder: Path) -> Tracker:
-    """What hands figures to a tracker, whose files are in the folder."""
+def tracker_of(name: str, folder: Path, begun: str) -> Tracker:
+    """What hands figures to a tracker, whose files are in the folder. begun: a training's first line."""
     module = importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
     if name == "tensorboard":
         writer = module.SummaryWriter(str(folder))
@@ -62,17 +63,21 @@ def figures_of(line: dict) -> tuple[str, dict[str, float]]:
     return kind, {f"{kind}/{name}": x for name, x in numbers.items() if isinstance(x, int | float) and name != "step"}
 
 
-def hand_on(log: Path, tracker: Callable[[Path], Tracker]) -> int:
-    """Give a tracker what is new in a log. Returns the number of steps."""
+def hand_on(log: Path, tracker: Callable[[Path, str], Tracker], name: str) -> int:
+    """Give the tracker of this name what is new in a log. Returns the number of steps."""
     folder = log.with_name(log.name.removesuffix(".log.jsonl") + ".curves")
-    state = folder / "handed_on.json"
-    last = read_object(state) if state.exists() else {"update": -1, "epoch": -1}
-    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
-    new = [(line["step"], *figures_of(line)) for line in lines]
-    new = [(step, kind, figures) for step, kind, figures in new if step > last[kind]]
+    state = folder / f"handed_on-{name}.json"
+    lines = [line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
+    begun = "".join(lines[:1])
+    last = read_object(state) if state.exists() else {"begun": begun}
+    if last["begun"] != begun:  # the curves of another training
+        discard(folder)
+        last = {"begun": begun}
+    new = [(line["step"], *figures_of(line)) for line in map(json.loads, lines)]
+    new = [(step, kind, figures) for step, kind, figures in new if step > last.get(kind, -1)]
     if new:
         folder.mkdir(exist_ok=True)
-        write = tracker(folder)
+        write = tracker(folder, begun)
         for step, kind, figures in new:
             write(figures, step)
             last[kind] = step
@@ -83,12 +88,12 @@ def hand_on(log: Path, tracker: Callable[[Path], Tracker]) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, argv, Config(Path("runs/webshop")), __doc__)
-    tracker = functools.cache(functools.partial(tracker_of, config.to))  # one a folder
+    tracker = functools.cache(functools.partial(tracker_of, config.to))  # one a training
     if not list(config.run.glob("*.log.jsonl")):
         raise UserError(f"{config.run}: no training has written a log here")
     while True:
         for log in sorted(config.run.glob("*.log.jsonl")):
-            if n := hand_on(log, tracker):
+            if n := hand_on(log, tracker, config.to):
                 print(f"{log}: {n} lines to {config.to}", flush=True)
         if not config.follow:
             return

@@ -88,6 +88,12 @@ def test_demonstrations_of_the_type_come_first(fake, tmp_path):
         played(fake, tmp_path / "more", "--examples", "3", "--split", "train")
 
 
+def test_no_demonstrations_where_the_task_is_in_the_first_message(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeEnv, "agreement", "")
+    with pytest.raises(UserError, match=r"--examples 1: in .* the task is in the first message"):
+        played(fake, tmp_path, "--examples", "1")
+
+
 def test_no_answer_is_asked_for_twice(fake, tmp_path):
     flags = ["-N", "1", "2"]
     fake.prompt = lambda words: words if len(fake.seen) < 6 else None

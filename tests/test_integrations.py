@@ -293,6 +293,13 @@ def test_a_session_trains_unless_a_request_asks_for_another_split_and_draws_by_i
         door.reset(**asked)
         return door.game.info["task_id"]
 
+    class Lazy(dict):
+        def get(self, name):
+            assert session.step.__globals__["ONE_AT_A_TIME"].locked()  # it may drive the engine
+            return self[name]
+
+    session.game.info = Lazy(session.game.info)
+    assert session.state.valid_actions == session.env.valid_actions()
     for seed in range(20):
         tasks = [[drawn(door, seed=seed), drawn(door), drawn(door)] for door in (session, other)]
         assert tasks[0] == tasks[1] and len(set(tasks[0])) > 1
@@ -341,13 +348,21 @@ def log_of(folder, *steps):
 def test_each_step_is_handed_on_once_also_after_a_stop(tmp_path, monkeypatch):
     told = []
     write = lambda figures, step: told.append((step, figures))  # noqa: E731
-    monkeypatch.setattr(trackers, "tracker_of", lambda name, folder: write)
+    monkeypatch.setattr(trackers, "tracker_of", lambda name, folder, begun: write)
     for last in (3, 2, 4, 4):  # the second is a training that was resumed from step 2
         log_of(tmp_path, *range(1, last + 1))
         trackers.main([str(tmp_path)])
     assert [step for step, _ in told] == [1, 2, 3, 4, 4]
     assert told[0][1] == {"update/seconds": 0.1, "update/loss": 1.0, "update/lr": 0.1}
     assert told[-1][1] == {"epoch/epoch": 1, "epoch/loss": 0.5, "epoch/mse": 0.25}
+    told.clear()
+    trackers.main([str(tmp_path), "--to", "wandb"])  # which has had none of them
+    assert [step for step, _ in told] == [1, 2, 3, 4, 4]
+    told.clear()
+    log = tmp_path / "qnet.log.jsonl"
+    log.write_text(log.read_text().replace("1.0", "2.0", 1))  # begun again
+    trackers.main([str(tmp_path)])
+    assert [step for step, _ in told] == [1, 2, 3, 4, 4]
 
 
 def test_a_run_without_a_log_is_told(tmp_path):

@@ -191,3 +191,7 @@ def test_figures_of_three_episodes(capsys):
         ["QLASS", "4", "0.250", "0.500", "0.750"],
         ["look-ahead of the released code (oracle)", "4", "1.000", "1.000", "1.000"],
     ]
+    Path("results-0.jsonl").write_text(Path("results-0.jsonl").read_text() * 2)
+    for files, reason in (["results-0.jsonl"], "a file has two searches of one method"), ([], "no results: name"):
+        with pytest.raises(UserError, match=reason):
+            qlass_evaluation.main(files)
