@@ -181,6 +181,9 @@ class Explorer:
             node = self.step(node, new[0] if new else actions[0])
             branch.append(node)
             draws = 1
+        if not node.done and node.cut is None:  # its limit, where the demonstration goes on
+            self.env.restore(node.snapshot)
+            node.cut = self.env.outcome(self.env.reward_if_cut(), done=True)
         return branch
 
     def add_demonstration(self, root: Node, actions: Sequence[str] | None) -> list[Node]:

@@ -159,6 +159,11 @@ def test_behind_the_agents_limit_no_branch_begins_and_there_counts_what_the_envi
     monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda self: 0.25)
     nodes, _, root, _ = grow({(): "right", R: "right"}, 0, 1, 1, steps=2)
     assert nodes[RR] == (0.25, "policy", 1) and root.children["right"].children["right"].done
+    # The same where the demonstration was there first; it goes on to 1.
+    world = {"right": {"right": {"right": 1.0}}, "left": 0.2}
+    _, _, root, _ = grow({(): "left left left right right right", R: "right"}, 0, 3, 2, True, world, steps=2)
+    end = root.children["right"].children["right"]
+    assert (end.source, end.cut, end.reward, end.done) == ("expert", 0.25, 0.0, False)
 
 
 def test_texts_that_the_environment_takes_for_the_same_are_one_child(monkeypatch):
