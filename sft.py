@@ -210,9 +210,10 @@ def load(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> tupl
         model, chat = models.load_checkpoint(config.model, AutoModelForCausalLM, **options)
     published.refuse_second_thoughts(expert, chat)
     chat.rendering.candidates = config.candidates
-    if env.agreement != "OK":  # which a prompt has by default
-        chat.rendering.agreement = env.agreement
-    if config.expert:  # prompts at inference begin as these demonstrations do
+    # Prompts at inference begin as these demonstrations do, whatever the checkpoint began with.
+    chat.rendering.system = chat.rendering.instruction = None
+    chat.rendering.agreement = None if env.agreement == "OK" else env.agreement
+    if config.expert:
         for name, text in published.first_messages(env, expert).items():
             setattr(chat.rendering, name, text)
     return model, chat, models.prepare_training(model, config)
@@ -258,16 +259,19 @@ def clone(
     out = files.checkpoint_folder(config.out or config.run / "sft", config.model)
     with processes.together(out, config.device) as first:
         path = config.expert or config.run / "expert.jsonl"
+        facts = settled(config)
+        settings = config.recipe() | env.settings | facts
         if config.expert is None and first:
+            if not config.overwrite:  # refused before demonstrations are added to a file in use
+                runs.claim(out, runs.meta_of(out)["recipe"] | settings, overwrite=False)
             published.collect(env, path, config)
         processes.wait()
         expert = published.read(path, env, config.n_expert)
         model, chat, adapter = load(config, env, expert)
         examples, validation = tokenize(chat, expert, config, training_examples)
-        facts = settled(config)
         dtype = models.PRECISIONS[facts["precision"]]
         inputs: runs.Inputs = {"expert": path}
-        recipe = runs.recipe_of(config.recipe() | env.settings | facts, inputs)
+        recipe = runs.recipe_of(settings, inputs)
         if not begin(out, config, recipe, inputs, first):
             return
         figures = train(model, examples, validation, config, out, dtype, loss_of)

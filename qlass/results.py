@@ -184,7 +184,8 @@ def play(
             games = drive((line_of(method, task_of[key]) for key in todo), models, width)
             out.grow(games, str(method), len(todo))
     out.read()
-    sft, qnet = inputs["sft"] or config.run / "sft", inputs.get("qnet") or config.run / "qnet"
+    used = out.inputs
+    sft, qnet = used["sft"] or config.run / "sft", used.get("qnet") or config.run / "qnet"
     figures = {
         "leaks": leaks(env, out.records, sft, qnet),
         "cloned": bool(meta_of(sft)["recipe"]),  # else it is a model as it came

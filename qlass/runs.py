@@ -58,6 +58,7 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path
 
 def meta_path(output: Path) -> Path:
     """trees.jsonl -> trees.meta.json; a checkpoint folder sft -> sft.meta.json."""
+    output = output if output.name not in ("", "..") else output.resolve()
     return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
 
 
@@ -79,7 +80,8 @@ def claim(output: Path, recipe: dict, overwrite: bool, may_change: Sequence[str]
 
     may_change: names of settings and inputs. UserError if it was begun with another recipe.
     """
-    begun_parts = any(parts_of(output).glob("*.jsonl"))  # asked first, as metadata came before them
+    # Asked first, as metadata came before them.
+    begun_parts = any(parts_of(output).glob("*.jsonl")) or states_of(output).exists()
     begun = meta_of(output)["recipe"]
     if overwrite:
         for old in (output, parts_of(output), states_of(output), meta_path(output)):
@@ -203,11 +205,13 @@ class Output:
         files.refuse_folder(path)
         if config.overwrite and n > 1:
             raise UserError(f"{path}: several processes with --overwrite: delete it")
-        self.path, self.config, self.inputs, self.key = path, config, inputs, key
+        self.path, self.config, self.key = path, config, key
         self.part = parts_of(path) / f"{rank}-of-{n}.jsonl"
         self.lock = contextlib.ExitStack()
         self.lock.enter_context(files.locked(self.part if n > 1 else path))
         self.recipe = claim(path, recipe, config.overwrite)
+        # Others that only an earlier call has used, such as the QNet of a search.
+        self.inputs = {name: input_of(path, name) for name in meta_of(path)["inputs"]} | inputs
         self.started = time.time()
         self.read()
         self.one_call = n == 1 and not self.groups  # this call makes all of it

@@ -13,6 +13,7 @@ from q_search import Method
 from qlass import UserError, results
 from qlass.batching import Sample, Score
 from qlass.messages import parse_action
+from qlass.runs import input_of
 from reporting.show import bar
 
 CHAT, stage = word_chat(), q_search
@@ -232,6 +233,9 @@ def test_a_retrained_qnet_does_not_go_on_with_the_old_ones_lines(search, tmp_pat
     search("--method", "greedy", "--qnet", str(tmp_path / "qnet"))  # there is none yet
     copy = shutil.copytree(value_net, tmp_path / "qnet")
     assert {line["method"] for line in search("--qnet", str(copy))} == {"greedy", "qlass"}
+    assert {line["method"] for line in search("--method", "sample")} == {"greedy", "qlass", "sample"}
+    results = tmp_path / "results.jsonl"
+    assert input_of(results, "qnet").samefile(copy)  # which the last call did not need
     (copy / "head.safetensors").write_bytes((copy / "head.safetensors").read_bytes()[:-1] + b"?")
     with pytest.raises(UserError, match="--qnet that has changed"):
         search("--qnet", str(copy))

@@ -231,6 +231,26 @@ def test_a_smaller_number_of_demonstrations_is_of_the_first(tmp_path, agent, fak
     assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == FakeEnv().task_ids("train")
 
 
+def test_a_command_that_is_refused_adds_no_demonstrations(tmp_path, agent, fake_world):
+    run = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(agent), "--epochs", "1"]
+    sft.main([*run, "--n-expert", "2"])
+    before = (tmp_path / "expert.jsonl").read_bytes()
+    with pytest.raises(UserError, match="--n-expert 2, not 3"):
+        sft.main([*run, "--n-expert", "3"])
+    assert (tmp_path / "expert.jsonl").read_bytes() == before
+
+
+def test_first_messages_are_not_those_of_the_checkpoint_that_is_cloned_on(tmp_path, agent, fake_world):
+    model = shutil.copytree(agent, tmp_path / "model")
+    policy = json.loads((model / "policy.json").read_text())
+    policy |= {"instruction": "Swim.", "system": "Hm.", "agreement": "Oh"}
+    (model / "policy.json").write_text(json.dumps(policy))
+    run = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(model), "--epochs", "1", "--n-expert", "2"]
+    sft.main(run)
+    cloned = json.loads((tmp_path / "sft" / "policy.json").read_text())
+    assert [cloned[name] for name in ("instruction", "system", "agreement")] == [None] * 3
+
+
 # ---------------------------------------------- the environment's answers are cloned too (experiments/clone_answers.py)
 
 

@@ -110,6 +110,10 @@ def test_another_run_does_not_continue_this_one(tmp_path):
     assert begin(save_every=9, micro_tokens=5)  # what changes no weight may differ
     with pytest.raises(UserError, match="was begun with --lr"):
         begin(lr=0.2)
+    meta = out.with_name("model.meta.json").rename(tmp_path / "lost")
+    with pytest.raises(UserError, match=r"leaves a \.meta\.json beside it"):
+        begin(lr=0.2)
+    meta.rename(out.with_name("model.meta.json"))
     assert begin(overwrite=True) and not states_of(out).exists()
     out.mkdir()
     (out / "config.json").touch()
