@@ -83,7 +83,9 @@ def write_labels(config: Config) -> None:
     """The stage: q_labels.jsonl of trees.jsonl."""
     path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
     out = config.out or config.run / "q_labels.jsonl"
-    labelled = [label(tree, config.target, config.gamma) for tree in read_trees(path)]
+    required = ["done", "branch"] if config.target == "reward" else []
+    trees = read_trees(path, required)
+    labelled = [label(tree, config.target, config.gamma) for tree in trees]
     if not labelled:
         raise UserError(f"{path}: holds no trees; build_trees.py writes them")
     counts = metrics(labelled)

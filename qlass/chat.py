@@ -182,9 +182,12 @@ class Chat:
 
     def _check(self, prompt: int, action: int) -> None:
         if prompt + action > self.context:
+            remedy = ": --truncate oldest leaves out old turns"
+            if self.rendering.truncate:
+                remedy = ", although --truncate has left out all old turns"
             raise TooLong(
                 f"a prompt of {prompt:,} tokens and an action of {action:,} are more than the "
-                f"model's context of {self.context:,}: --truncate oldest leaves out old turns"
+                f"model's context of {self.context:,}{remedy}"
             )
 
     def stays(self, state: State) -> int:

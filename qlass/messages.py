@@ -53,11 +53,15 @@ class State:
     @staticmethod
     def load(messages: list[dict], task: str = "") -> State:
         """Of JSON. UserError unless user and assistant take turns, perhaps after a system."""
+        if not isinstance(task, str):
+            raise UserError(f"task is {task!r:.60}, no text")
         turns, roles = [], itertools.cycle(("user", "assistant"))
         for number, turn in enumerate(messages, 1):
             role = "system" if number == 1 and turn.get("role") == "system" else next(roles)
             if turn.get("role") != role or not isinstance(turn.get("content"), str):
                 raise UserError(f"turn {number} is {turn!r:.60}, where {role} says a text")
+            if any("\ud800" <= character <= "\udfff" for character in turn["content"]):
+                raise UserError(f"turn {number} has half a character, {turn['content']!r:.60}")
             turns.append((role, turn["content"]))
         if "user" not in dict(turns):
             raise UserError("no turns of user and assistant")
@@ -87,7 +91,12 @@ def replay(env: Any, task_id: str, recorded: Sequence[str] | None = None) -> Ite
     try:
         state = State.first(env, *env.reset(options={"task_id": task_id}))
         if recorded is None:
-            actions = (react(*move) for move in env.expert(task_id))
+            try:
+                moves = env.expert(task_id)
+            except NotImplementedError:
+                way_out = "--expert names demonstrations, --no-expert grows trees without them"
+                raise UserError(f"{env.name} has no expert: {way_out}") from None
+            actions = (react(*move) for move in moves)
         elif limit is not None:
             env.max_steps = max(env.step_limit(), len(recorded))
         yield Move("", state, 0.0, False)

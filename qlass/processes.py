@@ -22,6 +22,8 @@ def together(output: Path, device: str | None) -> Iterator[bool]:
         raise UserError("WORLD_SIZE is set without a MASTER_ADDR: start by torchrun, or unset it")
     if n > 1:
         on_gpu = torch.cuda.is_available() and not (device or "").startswith("cpu")
+        if on_gpu:  # else each process would also open the first one's GPU
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         patience = datetime.timedelta(days=2)  # for as long as the first plays demonstrations
         distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=patience)
     with files.locked(output) if rank == 0 else contextlib.nullcontext():

@@ -25,6 +25,7 @@ PLAIN = (  # for a model without a chat template
     "{% else %}{{ m.content ~ eos_token ~ '\n' }}{% endif %}{% endfor %}"
 )
 TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")  # in a chat template
+DATE = "2025-01-01"  # what it prints for it, if the checkpoint has no other
 WAY_OUT = ": give its tokenizer another chat_template"
 CONTENT = "§Thought: a\nAction: b§"
 # What an action may hold: printable ASCII, and letters that a tokenizer may change.
@@ -100,13 +101,14 @@ def write(tokenizer: Any, template: str, roles: list[str]) -> list[str]:
 
 
 def template_of(tokenizer: Any, rendering: Any) -> str:
-    """The tokenizer's chat template, or PLAIN. Today's date becomes the checkpoint's date."""
+    """The tokenizer's chat template, or PLAIN. What it prints for today's date is DATE, whatever
+    the day, so that a run can be resumed and repeated."""
     if not tokenizer.chat_template:
         begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
         return "{{ bos_token }}" + PLAIN if begins else PLAIN
     template = tokenizer.get_chat_template()
     if "strftime_now(" in template:
-        rendering.date = rendering.date or str(datetime.date.today())
+        rendering.date = rendering.date or DATE
         day = datetime.date.fromisoformat(rendering.date)
         template = TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
     if "strftime_now(" in template:

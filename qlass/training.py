@@ -221,6 +221,6 @@ class TrainingLog:
         self.model.load_state_dict(state["weights"], strict=False)  # not the frozen ones
         self.optimizer.load_state_dict(state["moments"])
         torch.set_rng_state(state["random"][0])
-        torch.cuda.set_rng_state_all(state["random"][1])
+        torch.cuda.set_rng_state_all(state["random"][1][: torch.cuda.device_count()])
         self.updates = state["updates"]
         self.curve = state["curve"]

@@ -37,8 +37,8 @@ def tree_metrics(records: list[dict]) -> dict[str, Any]:
     """For the metadata: counts, and the mean reward of the agent's leaves."""
     rewards = []
     for node in records:
-        is_leaf = node["done"] or "cut" in node
-        if is_leaf and node["source"] == "policy":
+        is_leaf = node.get("done") or "cut" in node
+        if is_leaf and node.get("source") == "policy":
             rewards.append(node.get("cut", node["reward"]))
     return {
         "trees": len({node["task_id"] for node in records}),
@@ -65,6 +65,8 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
             fields = {*NODE, *required} - ({"messages"} if tree else set())
             if missing := sorted(fields - node.keys()):
                 raise UserError(f"{where}: no {missing[0]}; is this a file of trees?")
+            if node["reward"] is None:
+                raise UserError(f"{where}: reward is null, and a number is expected")
             if node["parent_id"] not in names or node["node_id"] in names:
                 raise UserError(f"{where}: node {node['node_id']} is before its parent, or twice")
             names.discard(None)  # the root's parent

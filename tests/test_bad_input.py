@@ -59,6 +59,7 @@ BAD = {
         (tree(ROOT, LEAF).splitlines()[0] + "\n", ": the tree of task t is cut"),
         (tree(ROOT, LEAF) * 2, ":3: node 0 is before its parent, or twice"),
         (tree(ROOT, LEAF | {"reward": 50}), ":2: reward can't be 50"),
+        (tree(ROOT, LEAF | {"reward": None}), ":2: reward is null"),
     ],
     "q_labels.jsonl": [
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q"),
@@ -84,6 +85,8 @@ BAD = {
         (chat(), "the assistant writes '', which is no action"),
         (dump([{"messages": CHAT, "conversations": CHAT}]), "it has messages and conversations: leave one"),
         (chat(LEFT, reward=25), ":1: reward can't be 25"),
+        (chat(LEFT, task=12), ":1: no demonstration: task is 12, no text"),
+        (chat(turn("left \ud83d")), ":1: no demonstration: turn 2 has half a character"),
         *((chat(turn("left", **{name: no})), f"{name} of a turn is {no}, but all") for name, no in NOT_TO_BE_LEARNED),
     ],
 }

@@ -29,6 +29,7 @@ MISTAKES = [
     (build_trees, ["--top-p", "1.5"], "--top-p 1.5: 0.01 to 1 is expected"),
     (bellman, ["--gamma", "nan"], "--gamma nan: 0 to 1 is expected"),
     (train_qnet, ["--lora", "0"], "--lora 0: 1 or more is expected"),
+    (train_qnet, ["--load-in", "4bit", "--freeze"], "weights in few bits can't be trained; --lora"),
 ]
 
 
@@ -122,3 +123,6 @@ def test_a_run_has_one_environment_seed_and_preset(tmp_path, capsys):
     assert settings_of(q_search, *run, "--env", "webshop").env_option == ()  # a search may play elsewhere
     assert f"warning: {tmp_path} is of frozenlake map=4x4, not of webshop: its agent plays" in capsys.readouterr().err
     assert settings_of(q_search, *run, "--env-option", "stray=0").env_option == ("map=4x4", "stray=0")
+    (tmp_path / "run.json").write_text(json.dumps(begun | {"preset": "tiny"}))
+    assert settings_of(sft, *run, "--model", "m.gguf").lr == 3e-3  # and not the paper's 1e-5
+    assert f"warning: {tmp_path} was begun with the preset tiny" in capsys.readouterr().err
