@@ -30,7 +30,7 @@ from q_search import Method, methods_of
 from qlass import UserError, results
 from qlass.batching import Sample, Score
 from qlass.chat import Chat
-from qlass.config import Natural, Positive, free, read, run_stage
+from qlass.config import Natural, Positive, flag, free, read, run_stage
 from qlass.messages import State, parse_action, react
 from qlass.results import Episode, Step, describe
 
@@ -50,6 +50,14 @@ class Config(q_search.Config):
     M: Annotated[tuple[Positive, ...], arg(aliases=["-M"])] = free(())  # candidates (2; with all: 2 4 6)
     paraphrase: Natural | None = None  # wordings of a task, one for each candidate (0: all different)
     paraphrase_server: str | None = None  # a chat server that words tasks, in place of rules
+
+
+def refuse_unused(config: q_search.Config, *names: str) -> None:
+    """UserError for a flag of q_search.py's that a search has no use for."""
+    defaults = {field.name: field.default for field in dataclasses.fields(q_search.Config)}
+    for name in names:
+        if getattr(config, name) != defaults[name]:
+            raise UserError(f"{flag(name)}: this search has no use for it; leave it out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +103,8 @@ class Oracle(Variant):
 
 def ahead(env: envs.TextEnv, state: State, action: str, otherwise: float | None = None, *gamma: float) -> float:
     """What an action earns if it ends the episode, else `otherwise` or the best that can then be reached."""
+    if otherwise is None and hasattr(env, "q_star_of"):  # its steps may slip: no single next state decides
+        return env.q_star_of(parse_action(action), *gamma)
     here = env.snapshot()
     _, reward, done = state.act(env, action)
     if not done:
@@ -210,7 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     config = settings_of(argv)
     env, tasks = q_search.environment(config)
     plan = plan_of(env, config)
-    chat, models, inputs = None, {}, {"sft": config.sft}  # if only players play
+    chat, models, inputs = None, {}, {}  # if only players play
     if not all(isinstance(method, Player) for method in plan):
         chat, models, inputs = q_search.load(config, env, any(method.needs_q for method in plan))
         if config.paraphrase is not None or config.paraphrase_server:

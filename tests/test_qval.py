@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,11 +10,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from fakes import FakeEnv, Script, explore, say
+from safetensors.torch import load_file, save_file
 
 import envs
-from experiments import child
+from experiments import child, compare
 from experiments.qval import __main__ as qval
 from experiments.qval import downstream, metrics, search, targets
+from experiments.qval.judges import Judging
 from experiments.qval.metrics import RHO
 from experiments.qval.points import Point, digest, label, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, Decision, Entry, answer, entry
@@ -56,6 +59,13 @@ def test_replay_reproduces_every_hash(name, options):
         assert len(set(point.candidates)) == len(point.candidates) <= 4
     with pytest.raises(UserError, match="another state"):
         Point(**{**vars(points[0]), "hash": "0" * 16}).restore(env)
+
+
+def test_a_trajectory_ends_where_its_expert_does(monkeypatch):
+    monkeypatch.setattr(FakeEnv, "expert", lambda self, task_id: iter([("", "right")]))
+    env = FakeEnv()
+    assert played(trajectory(env, "val0", 0, "expert", 0.0, 2, RENDERING, 0)) == []  # too short to keep one
+    assert env.path == ("right",)
 
 
 def test_returns_by_hand():
@@ -137,6 +147,33 @@ def test_what_scores_say(context):
     # The root's actions are worth .405 and .36, the least of the tree; the most is .5. "up" occurs nowhere.
     assert scored("tree_bellman", context, actions) == [pytest.approx(0.045 / 0.14), 0, None]
     assert scored("tree_plain", context, actions) == [1, 0, None]  # the branches' rewards
+
+
+def test_on_slippery_ice_no_score_foresees_the_slip():
+    env = envs.make("frozenlake", map="4x4", slippery=True)
+    looks = []
+    for task in env.task_ids("all"):
+        state = State.first(env, *env.reset(options={"task_id": task}))
+        for step in range(6):
+            if not env.valid_actions():
+                break
+            after, _ = Decision(env, state, ["right"], (task, step)).after("right")
+            q = compare.ahead(env, state, "right")
+            assert q == env.q_star_of("right")
+            state, _, _ = state.act(env, "right")
+            looks.append(after == state)
+    assert 0 < sum(looks) < len(looks) / 2  # by chance: it slips in two of three steps
+
+
+@pytest.mark.parametrize("first", [{"system": "You walk."}, {"agreement": ""}])
+def test_first_messages_of_any_layout_are_left_out(first, context, monkeypatch):
+    for name, text in first.items():
+        monkeypatch.setattr(FakeEnv, name, text)
+    env = FakeEnv()
+    state = root(env)
+    judge = Judging(context, Decision(env, state, ACTIONS, ()))
+    assert sum("stand at start" in text for _, text in judge.talk) == 1
+    assert scored("untried", context) == [0.0, 0.0]
 
 
 class Judge:
@@ -284,6 +321,8 @@ def test_predictions_are_in_qvals_layout_and_of_these_points_alone(study, tmp_pa
     values = record["metadata"]["candidate_values"]
     assert record["values"] == [row[point["taken"]] for row, point in zip(values, points, strict=True)]
     assert record["metadata"]["ranking_point_hashes"] == [point["hash"] for point in points]
+    with pytest.raises(UserError, match="--against typo: choose among random"):
+        study("--scorers", "random", "--against", "typo")
     study("--overwrite", "--scorers", "random", points="6")
     assert {path.name for path in folder.glob("predictions/*")} == {"random.json", "random.json.meta.json"}
 
@@ -313,6 +352,8 @@ def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
     assert list(downstream.rewards(results, "frozenlake")) == names
     with pytest.raises(UserError, match="oracle_step"):  # who knows the true values steers no search
         qval.main([*search, "oracle"])
+    with pytest.raises(UserError, match="--distinct: this search has no use for it"):
+        qval.main([*search, "random", "--distinct"])
     flags = ["--trajectories", "3", "-K", "2", "--references", "exact", "policy", "--sft", str(agent)]
     labels = study(*flags, "--results", str(results), "--scorers", *names, "oracle", points="20")
     assert set(labels) == {"exact", "policy max", "policy mean"}
@@ -333,6 +374,11 @@ def test_a_study_with_a_checkpoint_as_judge(study, tmp_path, agent, capsys):
     assert f"| {unread} of {answers} |" in capsys.readouterr().out
     with pytest.raises(UserError, match="--judge"):
         study("--scorers", "direct")
+    other = shutil.copytree(agent, tmp_path / "other" / "sft")  # another judge of the same name
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    flags[1] = str(other)
+    assert study(*flags)["exact"]["verifier=sft"] != rows["verifier=sft"]
 
 
 def test_td_and_mc_targets_by_hand():

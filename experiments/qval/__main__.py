@@ -32,7 +32,7 @@ from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answ
 from qlass import Refused, UserError, files, runs
 from qlass.agent import begin_as_cloned
 from qlass.batching import Sample
-from qlass.chat import Rendering
+from qlass.chat import FLAGS, Rendering
 from qlass.config import Positive, Share, free, read, run_stage
 
 
@@ -84,7 +84,8 @@ class Study:
     def kept(self, name: str, lines: Iterable[dict], flags: Iterable[str], **inputs: Path | None) -> list[dict]:
         """The lines of a file, made first if it is not there. flags, inputs: what it depends on."""
         path = self.config.out / name
-        settings = {flag: getattr(self.config, flag) for flag in ("seed", *flags)} | self.env.settings
+        flags = ["seed", *flags, *(FLAGS if "sft" in inputs else ())]  # how the agent samples
+        settings = {flag: getattr(self.config, flag) for flag in flags} | self.env.settings
         recipe = runs.claim(path, runs.recipe_of(settings, inputs), self.config.overwrite)
         if not path.exists():
             runs.write_meta(path, self.config, recipe, inputs)
@@ -125,9 +126,11 @@ class Study:
         """predictions/NAME.json, in QVAL's layout: what a score gives to the actions taken. Returns its metadata, which
         has the values of all candidates and, of a judge, how many answers there are and how many cannot be read."""
         path = self.config.out / "predictions" / f"{name}.json"
-        if not path.exists() or any(runs.outdated(path)):
-            sources = {"points": self.config.out / "points.jsonl", **inputs(chosen, self.context)}
-            recipe = runs.recipe_of(self.config.recipe() | self.env.settings, sources)
+        sources = {"points": self.config.out / "points.jsonl", **inputs(chosen, self.context)}
+        recipe = runs.recipe_of(self.config.recipe() | self.env.settings, sources)
+        before = runs.meta_of(path)["recipe"]
+        another = any(before.get(part) != recipe.get(part) for part in ("points", *chosen.needs, *FLAGS))
+        if not path.exists() or another or any(runs.outdated(path)):
             runs.claim(path, recipe, overwrite=True)
             self.context.counts.clear()
             lines = (predict(self.env.fork(), point, chosen, self.context) for point in points)
@@ -157,14 +160,19 @@ def predict(env: envs.TextEnv, point: Point, chosen: Entry, context: Context) ->
 def read_predictions(path: str) -> list[list[float | None]]:
     """A file in QVAL's layout: the values of each point's candidates, of a ranking minus their places."""
     record = files.read_object(Path(path))
+    if missing := {"config", "values"} - record.keys():
+        raise UserError(f"{path}: no {missing.pop()}; is this one of QVAL's files of predictions?")
     counts = record["config"].get("candidate_counts") or [1] * len(record["values"])
     sign = -1 if record["config"].get("prediction_format") == "ranking_predicted" else 1
     values = iter([value if value is None else sign * value for value in record["values"]])
     return [list(itertools.islice(values, n)) for n in counts]
 
 
-def published(labels: str, *paths: str) -> str:
+def published(*named: str) -> str:
     """The table of QVAL's own files of predictions by its labels, on the points that all of them have."""
+    if len(named) < 2:
+        raise UserError("qval published: name QVAL's file of labels, and one or more of predictions")
+    labels, *paths = named
     rows = {Path(path).stem: read_predictions(path) for path in (labels, *paths)}
     n = min(map(len, rows.values()))
     points = [Point(str(i), [], [""] * len(row), 0, "", "") for i, row in enumerate(read_predictions(labels)[:n])]
@@ -188,6 +196,8 @@ def main(argv: list[str] | None = None) -> None:
         config = dataclasses.replace(config, sft=runs.find_or_make(config.sft, "sft", "sft", config))
     context = Context(config)
     chosen = {context.title(name): entry(name, context) for name in config.scorers or available(context)}
+    if config.against != Config.against and config.against not in chosen:
+        raise UserError(f"--against {config.against}: choose among {', '.join(chosen)}")
     rendering = context.agent().chat.rendering if config.sft else Rendering()
     begin_as_cloned(env, rendering, config)
     run = Study(config, env, context, rendering)

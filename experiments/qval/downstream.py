@@ -116,6 +116,8 @@ class Config:
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, argv, doc=__doc__)
+    if not config.folders:
+        raise UserError("name the folders of one study or more, as RUN/qval")
     studies = []
     for folder in config.folders:
         study = played(json.loads((folder / "alignment.json").read_bytes()))  # with NaN, where nothing was measured

@@ -17,7 +17,7 @@ from functools import partial, partialmethod
 import numpy as np
 
 from experiments import child
-from experiments.qval.scorers import SCORERS, Call, Context, Decision, Entry, Scores
+from experiments.qval.scorers import SCORERS, Call, Context, Decision, Entry, Scores, front
 from qlass.batching import Sample
 from qlass.messages import State, parse_action, uniforms
 
@@ -59,9 +59,8 @@ class Judging:
         self.context, self.decision = context, decision
         self.actions, self.count = decision.candidates, context.count
         messages = decision.state.messages
-        start = [role for role, _ in messages].index("assistant") + 1  # behind the instruction and its "OK"
-        self.task = f"An agent was told:\n{messages[start - 2][1]}\n\nIts task: {decision.state.task}"
-        turns = messages[-1:] if decision.env.markov else messages[start:]
+        self.task = f"An agent was told:\n{decision.env.instruction}\n\nIts task: {decision.state.task}"
+        turns = messages[-1:] if decision.env.markov else messages[front(decision.env) :]
         pages = [f"{'It did' if role == 'assistant' else 'It saw'}: {text}" for role, text in turns]
         self.talk = self.told(pages)
 

@@ -25,7 +25,7 @@ from q_search import distinct_actions
 from qlass import UserError
 from qlass.batching import ask
 from qlass.chat import Rendering
-from qlass.messages import State, parse_action, react, replay, uniforms
+from qlass.messages import State, react, replay, uniforms
 
 DRAWS = 4  # of the agent in each state: what it does, and what else it might have done
 FIRST, LAST, MOST = 1, 2, 3  # turns dropped at the two ends of a trajectory, and the most that are kept of one
@@ -79,8 +79,8 @@ def trajectory(
         drawn = uniform = sorted(valid, key=lambda action: uniforms(1, seed, *key, action)[0])
         if actor == "agent":
             drawn = [c.text for c in (yield ask(env, state, DRAWS, key, rendering))]
-        elif decision := next(expert, None):
-            drawn = [react(*decision)]
+        elif actor == "expert":
+            drawn = [react(*decision)] if (decision := next(expert, None)) else []
         stray, *order = uniforms(1 + width, seed, *key)
         if not drawn:  # an expert that is done, or nothing listed to draw from
             break
@@ -130,8 +130,6 @@ def label(
 
 def exact(env: envs.TextEnv, state: State, text: str, gamma: float) -> float:
     """Q*(s, a) where `env` stands, which is left as it was."""
-    if hasattr(env, "q_star_of"):  # its steps may slip: no single next state decides
-        return env.q_star_of(parse_action(text), gamma)
     return ahead(env, state, text, None, gamma)
 
 

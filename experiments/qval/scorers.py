@@ -74,8 +74,10 @@ class Decision:
     key: tuple  # of its random numbers
 
     def after(self, action: str) -> tuple[State, list[str]]:
-        """The next state, and the actions to choose among there: none if the episode has ended."""
+        """The next state, and the actions to choose among there: none if the episode has ended. On slippery ice the
+        slip is drawn here, and is not the one to come."""
         start = self.env.snapshot()
+        self.env.reseed(int(uniforms(1, *self.key, action, "after")[0] * 2**53))
         state, _, done = self.state.act(self.env, action)
         valid = [] if done else [react(*candidate) for candidate in self.env.candidates()]
         self.env.restore(start)
@@ -166,9 +168,14 @@ def overlap(state: State, action: str) -> float:
     return len(shared) + len(shared) / (1 + len(words))
 
 
-def untried(state: State, action: str) -> float:
+def front(env: envs.TextEnv) -> int:
+    """How many messages stand before the first one with an observation: system, instruction and agreement."""
+    return bool(env.system) + 2 * bool(env.agreement)
+
+
+def untried(decision: Decision, action: str) -> float:
     """Minus how often the action was taken already where the same was seen."""
-    *past, now = [content for _, content in state.messages[2:]]
+    *past, now = [content for _, content in decision.state.messages[front(decision.env) :]]
     turns = zip(past[::2], past[1::2], strict=True)
     return -float(sum(seen == now and parse_action(step) == parse_action(action) for seen, step in turns))
 
@@ -177,7 +184,7 @@ def in_trees(target: str) -> Scorer:
     """The label of this state and action in the training trees, averaged over where they occur; None: nowhere."""
 
     def value(context: Context, decision: Decision, action: str) -> float | None:
-        first = -1 if decision.env.markov else 2  # the last observation alone, or all behind the instruction
+        first = -1 if decision.env.markov else front(decision.env)  # the last observation alone, or all of them
 
         def place(state: State, action: str) -> tuple:
             turns = [parse_action(text) if role == "assistant" else text for role, text in state.messages[first:]]
@@ -268,7 +275,7 @@ class Entry(NamedTuple):
 SCORERS = {
     "random": Entry("control", each(lambda c, d, a: uniforms(1, c.config.seed, *d.key, parse_action(a))[0])),
     "step_index": Entry("control", each(lambda c, d, a: float(d.env.steps))),
-    "untried": Entry("control", each(lambda c, d, a: untried(d.state, a))),
+    "untried": Entry("control", each(lambda c, d, a: untried(d, a))),
     "state_value": Entry("control", each(lambda c, d, a: d.env.optimal_value(c.config.gamma)), ("truth",)),
     "oracle": Entry("control", each(lambda c, d, a: exact(d.env, d.state, a, c.config.gamma)), ("truth",)),
     "code": Entry("code", each(lambda c, d, a: (lake if c.config.env == "frozenlake" else overlap)(d.state, a))),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import q_search
-from experiments.compare import Variant
+from experiments.compare import Variant, refuse_unused
 from experiments.qval.judges import JUDGED
 from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, available, entry, inputs
 from qlass import UserError, results, runs
@@ -77,6 +77,7 @@ def main(argv: list[str]) -> None:
     config = read(Config, __doc__, argv)
     if config.method != ("qlass",):
         raise UserError("--method: search follows what --scorer names; q_search.py plays the methods")
+    refuse_unused(config, "distinct")
     env, tasks = q_search.environment(config)
     context = Context(config)
     plan, paths = planned(config, context)
