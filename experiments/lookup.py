@@ -18,6 +18,7 @@ from typing import Any
 
 import envs
 import q_search
+from experiments.compare import refuse_unused
 from qlass import UserError, results
 from qlass.batching import Score
 from qlass.config import free, read, run_stage
@@ -57,6 +58,7 @@ def look_up(trees: Iterable[list[dict]], env: envs.TextEnv) -> Callable[[list[Sc
 
 def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
+    refuse_unused(config, "method", "N", "select", "distinct")
     config = dataclasses.replace(config, out=config.out or config.run / "results-lookup.jsonl")
     env, tasks = q_search.environment(config)
     if not env.markov:

@@ -180,6 +180,7 @@ def main(argv: list[str] | None = None) -> None:
     if meta_of(labels)["recipe"].get("target", "avg") != "avg":
         raise UserError(f"{labels}: not of `bellman.py --target avg`, whose q_raw the critic learns first")
     if config.warm_up and not labels.exists():
+        find_or_make(None, "build_trees", "trees.jsonl", config)
         bellman.main([*handed_on(config), "--target", "avg", "--out", str(labels)])
 
     def iteration(last: dict) -> dict:

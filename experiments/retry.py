@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import envs
 import q_search
-from experiments.compare import Variant
+from experiments.compare import Variant, refuse_unused
 from q_search import Method, episode
-from qlass import results
+from qlass import UserError, results
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.config import free, read, run_stage
@@ -70,7 +70,10 @@ def plan_of(config: Config) -> list[Method]:
     """Retry, or with a server reflexion, and best-of-N beside it."""
     plan: list[Method] = []
     for N, stop in product(config.N or (4,), config.until):
-        select, value = ("oracle", Retry.stop) if stop == "oracle" else ("q", float(stop))
+        try:
+            select, value = ("oracle", Retry.stop) if stop == "oracle" else ("q", float(stop))
+        except ValueError:
+            raise UserError(f"--until {stop}: oracle, or a value of QNet's, is expected") from None
         budget = {"N": N, "select": select}
         name = "reflexion" if config.server else "retry"
         plan.append(Retry(name, **budget, player=f"stop={stop}", stop=value, reflect=bool(config.server)))
@@ -80,6 +83,7 @@ def plan_of(config: Config) -> list[Method]:
 
 def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
+    refuse_unused(config, "method", "M", "select", "distinct")
     env, tasks = q_search.environment(config)
     plan = plan_of(config)
     chat, models, inputs = q_search.load(config, env, with_q=any(method.needs_q for method in plan))

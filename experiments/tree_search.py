@@ -25,7 +25,7 @@ from tyro.conf import arg
 
 import envs
 import q_search
-from experiments.compare import Variant
+from experiments.compare import Variant, refuse_unused
 from q_search import Method, distinct_actions
 from qlass import UserError, results, runs
 from qlass.batching import Candidate, Sample, Score, ask
@@ -260,6 +260,7 @@ def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
     if not config.method:
         raise UserError("--method: name one or more of lookahead, beam, mcts, particles")
+    refuse_unused(config, "distinct", "select")
     env, tasks = q_search.environment(config)
     chat, models, inputs = q_search.load(config, env, with_q=True)
     labels = runs.input_of(inputs["qnet"], "labels")

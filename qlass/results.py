@@ -185,7 +185,7 @@ def play(
             out.grow(games, str(method), len(todo))
     out.read()
     used = out.inputs
-    sft, qnet = used["sft"] or config.run / "sft", used.get("qnet") or config.run / "qnet"
+    sft, qnet = (used.get(name) or config.run / name for name in ("sft", "qnet"))
     figures = {
         "leaks": leaks(env, out.records, sft, qnet),
         "cloned": bool(meta_of(sft)["recipe"]),  # else it is a model as it came

@@ -96,9 +96,10 @@ def claim(output: Path, recipe: dict, overwrite: bool, may_change: Sequence[str]
         before, now = begun.get(name), recipe.get(name)
         if before == now or name in may_change:
             continue
-        if name in ("qnet", "qnet_model") and not ("qnet" in begun and "qnet" in recipe):
-            continue  # a search without Q has no QNet
-        hashed = isinstance(now, str) and len(now) == 64
+        hashed = any(isinstance(value, str) and len(value) == 64 for value in (before, now))
+        on_one_side = name not in begun or name not in recipe
+        if on_one_side and (hashed or name == "qnet_model"):
+            continue  # an input that not every call has, as a search without Q has no QNet
         text = "that has changed or is another" if hashed else f"{before}, not {now}"
         way_out = "--overwrite starts again, another --out or --run keeps both"
         named = flag(name.removesuffix("_model"))  # a server's, which stands in its URL

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from qlass import UserError
 from qlass.messages import parse_action
 from qlass.trees import read_trees
 from reporting import tables
@@ -94,6 +95,8 @@ def tree_data(path: Path | None, limit: int = 60) -> str:
     if path is None:
         return "null"
     trees = list(map(viewer_tree, read_trees(path)))
+    if not trees:
+        raise UserError(f"{path}: holds no trees; build_trees.py writes them")
     shown = trees[:: max(1, math.ceil(len(trees) / limit))]
     ends = [agent_ends(tree["nodes"]) for tree in shown]
     first = next((i for i, n in enumerate(ends) if n >= BRANCHES), ends.index(max(ends)))

@@ -31,4 +31,4 @@ for seed; do
     games "$seed"
     with_qnet all "by Eq. 11" --loss-on all
 done
-stage -m experiments.plans --rows "${@/#/runs/games-}"
+[ $# -lt 3 ] || stage -m experiments.plans --rows "${@/#/runs/games-}"

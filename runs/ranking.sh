@@ -33,4 +33,4 @@ for ((seed = 21; seed < 21 + SEEDS; seed++)); do
     search "${new[@]}" --method best_of_n -N "${episodes[@]}" --out "$RUN/results-rank-best.jsonl"
     runs+=("$RUN")
 done
-stage -m experiments.plans --rows "${runs[@]}"
+[ ${#runs[@]} -lt 3 ] || stage -m experiments.plans --rows "${runs[@]}"

@@ -55,4 +55,4 @@ for seed; do
     compare --method best_of_n -N 2 4 6 10 --select oracle --label cloned --out "$RUN/results-oracle.jsonl"
     without_expert
 done
-stage -m experiments.plans --rows "${@/#/runs/shop-}"
+[ $# -lt 3 ] || stage -m experiments.plans --rows "${@/#/runs/shop-}"

@@ -101,6 +101,13 @@ def test_every_method_leaves_a_line_for_each_task(search, capsys):
     assert capsys.readouterr().out.count("mean reward") == 17
 
 
+@pytest.mark.parametrize("order", [("expert", "greedy"), ("greedy", "expert")])
+def test_players_share_a_file_with_the_agent(search, order):
+    for name in order:
+        records = search("--method", name)
+    assert {record["method"] for record in records} == set(order)
+
+
 def test_paraphrased_candidates(search, monkeypatch):
     asked = []
     with pytest.raises(UserError, match="--paraphrase: there are no rules for fake"):

@@ -123,12 +123,12 @@ def test_another_recipe_is_refused_and_free_flags_may_differ(tmp_path):
     grow(path, sft=sft, expert=None, stop=2)
     qnet.write_text("which a method asks for now")
     (sft / "chat_template.jinja").write_bytes(b"{{ messages }}\r\n")
-    grow(path, "--overwrite", sft=sft, stop=2)
+    grow(path, "--overwrite", sft=sft, expert=None, stop=2)
     for name in ("README.md", "desktop.ini", "notes.txt", "optimizer.pt"):  # which loading does not read
         (sft / name).write_text("no change")
     (sft / "chat_template.jinja").write_bytes(b"{{ messages }}\n")
     sft = sft.rename(tmp_path / "moved")  # an input is known by its content
-    grow(path, "--limit", "9", "--device", "cpu", sft=sft, qnet=qnet)
+    grow(path, "--limit", "9", "--device", "cpu", sft=sft, expert=None, qnet=qnet)
     for words, inputs, says in (
         (["--depth", "4"], {}, "--depth 3, not 4: --overwrite starts again"),
         (["--env-option", "data=x"], {}, r"--env-option \[\], not \['data=x'\]"),

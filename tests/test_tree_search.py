@@ -10,6 +10,7 @@ from experiments import retry, tree_search
 from experiments.retry import Reflect, Retry
 from experiments.tree_search import TreeSearch
 from q_search import Method
+from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
 from qlass.messages import parse_action, react, uniforms
 from qlass.results import environment_tokens
@@ -149,6 +150,8 @@ def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, search):
     assert ("lookahead", 2, 1, "gamma=0.9") in players and ("particles", 1, 3, "tau=0.1 gamma=0.9") in players
     assert ("beam", 2, 1, "k=2") in players and ("mcts", 2, 1, "S=2 c=1 gamma=0.9") in players
     assert len(results.read_results([("", tmp_path / "results.jsonl")])) == len(players) == 5
+    with pytest.raises(UserError, match="--distinct: this search has no use for it"):
+        search("--method", "beam", "--distinct")
 
 
 TRIALS = ["left left", "right left", "right right right", "left right left"]  # rewards 0, .4, 1, .5

@@ -21,5 +21,6 @@ for target in q avg reward; do
 done
 self_trained rft RFT "${again[@]}" --method rft -N 3
 self_trained tree "trees' best" --method tree
-$PYTHON -m experiments.qval "${env[@]}" --references exact policy -K 8 --scorers random logprob qnet-q qnet-avg qnet-reward
+$PYTHON -m experiments.qval "${env[@]}" "${play[@]}" --references exact policy -K 8 \
+    --scorers random logprob qnet-q qnet-avg qnet-reward
 $PYTHON -m reporting --run "$RUN"
