@@ -36,6 +36,7 @@ STYLE = {
     **{"axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.25},
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # a label's $ too
 }
 PNG = {"dpi": 150, "bbox_inches": "tight", "facecolor": "white"}
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, groupby, pairwise
+from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,14 @@ def fits(name: str, value: Any) -> bool:
     """Whether a field of a result may have this value, as far as its type goes."""
     if name == "tokens":
         return isinstance(value, dict) and all(isinstance(count, int | float) for count in value.values())
+    if name == "steps" and isinstance(value, list):
+        return all(isinstance(step, dict) and all(map(step_fits, step, step.values())) for step in value)
     return isinstance(value, KINDS.get(name, object))
+
+
+def step_fits(name: str, value: Any) -> bool:
+    kinds = {"action": str, "observation": str, "candidates": list | None}
+    return isinstance(value, kinds.get(name, object))
 
 
 def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None = None) -> list[Group]:
@@ -192,8 +199,13 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
 
 
 def tell_unknown(groups: Iterable[Group]) -> Iterator[str]:
-    """Rows whose agent often writes what is no action: their reward says more of its style than of its choices."""
+    """Rows whose rewards say less than they seem to: tasks refused, prompts cut, or texts that are no action."""
     for group in groups:
+        refused, cut = group.episodes["refused"].sum(), group.episodes["cut"].sum()
+        if refused:
+            yield f"{group.condition}: {refused} tasks were refused, and count as reward 0 at no tokens"
+        if cut:
+            yield f"{group.condition}: {cut} prompts lost their oldest turns"
         share = group.episodes["unknown"].sum() / max(1, group.episodes["steps"].sum())
         if share > 0.05:
             yield f"{group.condition}: the environment did not know {share:.0%} of its actions"
@@ -220,6 +232,8 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
         "total": math.nan if record["method"] == "scorer" else sum(tokens.get(part, 0) for part in COSTS),
         "steps": record.get("n_steps", len(steps)),
         "unknown": record.get("unknown_actions", 0),
+        "refused": "refused" in record,
+        "cut": record.get("cut_prompts", 0),
         "choices": len([step for step in steps if len(step.get("candidates") or ()) > 1]),
         "repeats": len(steps) - len(turns),  # steps whose action had the same answer earlier in the episode
         "env_steps": record.get("env_steps", record.get("n_steps", len(steps))),
@@ -263,7 +277,7 @@ def check_tables(groups: Sequence[Group]) -> Iterator[str]:
         env, most = rows[0].condition.env, max(rows, key=lambda group: len(group.blocks))
         files = dict.fromkeys(path for group in rows for path in group.episodes["file"])
         protocols = {path: meta_of(path)["protocol"] for path in files if "protocol" in meta_of(path)}
-        for a, b in pairwise(protocols):
+        for a, b in combinations(protocols, 2):
             ours = {name: value for name, value in protocols[a].items() if name not in AGENT}
             check_same(a, b, ours, protocols[b], env, ALONE)
         if len(protocols) < len(files) > 1:
@@ -321,6 +335,7 @@ def ancestors(output: Path, names: Iterable[str]) -> dict[Path, str]:
     queue = [(output, name, "") for name in names]
     for product, name, of in queue:  # grows as it is read
         path = input_of(product, name)
+        path = path and path.parent.resolve() / path.name  # one place, whatever way leads there
         if path and path not in places:
             places[path] = f" of {name}{of}"
             queue += [(path, earlier, places[path]) for earlier in meta_of(path)["inputs"]]

@@ -62,14 +62,21 @@ def gain_over(group: Group, method: str, rows: Sequence[Group]) -> Estimate | No
 
 
 def greedy_of(group: Group, groups: Sequence[Group]) -> Group | None:
-    """Greedy with the label of a row or, where there is none, without a label; None for greedy itself."""
+    """Greedy with the label of a row or, where there is none, with less of it: "b, rank" -> "b" -> ""; None for greedy
+    itself."""
     ours = group.condition
-    for label in dict.fromkeys((ours.label, "")):
+    for label in less_and_less(ours.label):
         for other in groups:
             theirs = other.condition
             if (theirs.env, theirs.method, theirs.label) == (ours.env, "greedy", label) and other is not group:
                 return other
     return None
+
+
+def less_and_less(label: str) -> list[str]:
+    """A label, whose parts are a run's and a variant's, and what is left without the last part, and so on, to ""."""
+    parts = label.split(", ")
+    return list(dict.fromkeys(", ".join(parts[:n]) for n in reversed(range(len(parts) + 1))))
 
 
 def likeliest_of(group: Group, groups: Sequence[Group]) -> Group | None:
@@ -149,7 +156,9 @@ def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
         for method in ("qlass", "best_of_n") if ours.method not in METHODS else ():  # one of the reader's own
             rivals = [b for b in peers if b.condition.method == method and not b.condition.oracle]
             yield from ((a, b) for b in nearest(a, rivals))
-        yield from ((a, b) for b in peers if ours.label and b.condition == replace(ours, label=""))
+        plainer = [replace(ours, label=label) for label in less_and_less(ours.label)[1:]]
+        plain = [b for condition in plainer for b in peers if b.condition == condition]
+        yield from ((a, b) for b in plain[:1])
 
 
 def choices_table(groups: Sequence[Group]) -> pd.DataFrame:

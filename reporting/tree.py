@@ -37,9 +37,15 @@ def branches(tree: list[dict]) -> bool:
     return len(set(parents)) < len(parents)
 
 
+def short(action: str) -> str:
+    """An action in LETTERS letters, cut at a blank if there is one."""
+    cut = shorten(action, LETTERS, placeholder="…")
+    return cut if cut != "…" else action[: LETTERS - 1] + "…"
+
+
 def picture(tree: list[dict]) -> str:
     """The SVG of a tree, labelled or not."""
-    actions = ["", *(shorten(parse_action(node["action"]), LETTERS, placeholder="…") for node in tree[1:])]
+    actions = ["", *(short(parse_action(node["action"])) for node in tree[1:])]
     if "q" in tree[0]:
         below = ["", *(f"{node['q']:.2f}" for node in tree[1:])]
         return svg.tree(tree, actions, below, [svg.shade(node["q"]) for node in tree])

@@ -12,6 +12,7 @@ import bellman
 from qlass import UserError, files
 from qlass.files import sha256
 from qlass.leaks import begin_of, begins_of, check_qnet, leaks, learned_tasks
+from qlass.optional import lora
 from qlass.pairs import read_pairs
 from qlass.published import Demonstration, by_task, cloned_from, demonstrations_for, read
 from reporting.expected import read_ranges
@@ -72,6 +73,8 @@ BAD = {
         (dump([RESULT | {"tokens": {"prompt": "1"}}]), ":1: tokens can't be {'prompt': '1'}"),
         *((dump([RESULT | {name: value}]), f":1: {name} can't be {value!r}") for name, value in OF_ANOTHER_KIND),
         (dump([RESULT, {"task_id": "a"}]), ":2: no env"),
+        (dump([RESULT | {"steps": ["left"]}]), ":1: steps can't be ['left']"),
+        (dump([RESULT | {"steps": [{"action": None}]}]), ":1: steps can't be [{'action': None}]"),
     ],
     "ranges.csv": [("environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b", ": no table of environment")],
     "expert.jsonl": [
@@ -183,6 +186,10 @@ def test_tasks_that_were_learned_from_are_counted_or_not_known(tasks, begins, re
     expected = {"tasks": ids, "begins": sorted({*map(begin_of, pages)})}
     assert learned_tasks(own, start, shop) == expected
     assert learned_tasks([*own, (None, "page 6")], start, shop)["tasks"] is None
+    (start / "adapter").mkdir()  # of the same training: it has learned from the same
+    (start / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "hub/model"}))
+    (start / "adapter" / lora.MERGED).write_text("")
+    assert learned_tasks(own, start / "adapter", shop) == expected
     assert learned_tasks(own, "meta-llama/Llama-2-7b-chat-hf", shop) == {"tasks": ["7"], "begins": [begin_of("page 7")]}
 
 

@@ -304,6 +304,40 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results():
     assert lines["rl"] == [pytest.approx((6000 + 100 * 1) / 1e6)]  # of 100 tasks
 
 
+def test_what_two_runs_share_is_counted_once_whatever_way_leads_there():
+    """An agent that grew trees of its own in a folder below."""
+    Path("grpo").mkdir()
+    agent = {"last": {"tokens": 10, "played": 1}, "passes": 6, "inputs": {}}
+    qnet = {"tokens": 100, "inputs": {"sft": "../sft-grpo"}}
+    results_ = {"inputs": {"sft": "sft-grpo", "qnet": "grpo/qnet"}}
+    for name, meta in {"sft-grpo": agent, "grpo/qnet": qnet, "results.jsonl": results_}.items():
+        Path(name).touch()
+        write(Path(name).with_suffix(".meta.json"), [meta])
+    write(Path("results.jsonl"), [RESULT | {"method": "qlass"}])
+    (group,) = groups_of("results.jsonl").values()
+    assert set(results.ancestors(Path("results.jsonl"), ["sft", "qnet"])) == {
+        Path("sft-grpo").absolute(), Path("grpo/qnet").absolute(),
+    }  # fmt: skip
+    assert training_tokens(group) > 0
+
+
+def test_a_variant_of_a_labelled_run_is_compared_with_that_run(tmp_path):
+    rewards = {"": 0.9, "b": 0.3, "b, rank": 0.6}
+    records = [
+        RESULT | {"method": "greedy" if label in ("", "b") else "qlass", "label": label or None, "reward": reward}
+        for label, reward in rewards.items()
+    ]
+    groups = groups_in(tmp_path, records)
+    rank = next(group for group in groups.values() if group.condition.label == "b, rank")
+    assert tables.greedy_of(rank, list(groups.values())).condition.label == "b"
+
+
+def test_refused_tasks_and_cut_prompts_are_told(tmp_path, capsys):
+    groups_in(tmp_path, [RESULT | {"refused": "no", "reward": 0}, RESULT | {"task_id": "z", "cut_prompts": 3}])
+    told = capsys.readouterr().err
+    assert "1 tasks were refused, and count as reward 0" in told and "3 prompts lost their oldest turns" in told
+
+
 class Page(HTMLParser):
     """Every start tag with its attributes, and all texts."""
 
