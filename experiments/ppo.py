@@ -146,7 +146,8 @@ def labelled_states(chat: Chat, labels: Path, room: int) -> Iterator[tuple[Token
             if node["node_id"] in parents:
                 end = tree.add(chat.prompt(states[node["node_id"]]))[-1]
                 rewards.setdefault(end, []).append(node["q_raw"])
-    yield tree, rewards
+    if rewards:
+        yield tree, rewards
 
 
 def warm_up(learner: Learner, critic: QNet, labels: Path, updates: int) -> int:

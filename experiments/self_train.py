@@ -29,7 +29,7 @@ import envs
 import sft
 from experiments import clone_answers
 from q_search import Method, episode
-from qlass import Refused, UserError, published, runs
+from qlass import Refused, UserError, files, published, runs
 from qlass.agent import load_agent, settled
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
@@ -206,6 +206,11 @@ def main(argv: list[str] | None = None) -> None:
     mean = sum(line["reward"] for line in lines) / max(1, len(lines))
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new), "mean_reward": mean}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
+    agent, text = config.run / f"sft-{config.name}", "".join(map(files.dumps, expert + new))
+    cloned = agent.exists() and merged.exists() and not (config.no_train or config.overwrite)
+    if cloned and merged.read_text(encoding="utf-8") != text:
+        reason = f"{agent} was cloned from {merged}, which would change"
+        raise UserError(f"{reason}: --overwrite clones it again, another --name keeps both")
     runs.write_at_once(merged, config, expert + new, inputs, **figures)
     kept_of = f"{len(new)} of {len(lines)} trajectories kept (mean reward {mean:.3f})"
     print(f"{merged}: {kept_of} beside {len(expert)} demonstrations")

@@ -172,7 +172,8 @@ class Chat:
         lists = self.message_tokens(state)
         length, action = sum(map(len, lists)), self.rendering.max_new_tokens
         front = self.stays(state) if self.rendering.truncate else len(lists)
-        while length + action > self.context and len(lists) > front + 2:
+        # As an action, a text that was cut at its limit has one token more: the end of its turn.
+        while length + action + 1 > self.context and len(lists) > front + 2:
             length -= len(lists.pop(front)) + len(lists.pop(front))
         self._check(length, action)
         return lists

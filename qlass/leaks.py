@@ -54,6 +54,19 @@ def begins_of(tasks: Sequence[tuple[str | None, str]], unique: bool = False) -> 
     return sorted(telling)
 
 
+def start_of(base: str | Path) -> Path:
+    """The checkpoint whose metadata tell what a start has learned from: of an adapter that of the
+    weights that it is merged into, or else of its base."""
+    from qlass.optional import foreign
+
+    if Path(base).is_dir() and foreign.is_adapter(base):
+        from qlass.optional import lora
+
+        merged = Path(base, lora.MERGED).exists()
+        return start_of(Path(base).absolute().parent if merged else lora.base_of(base))
+    return Path(base).absolute()
+
+
 def learned_tasks(
     tasks: Iterable[tuple[str | None, str | None]], base: str | Path, env: Any
 ) -> dict[str, Any]:
@@ -67,7 +80,7 @@ def learned_tasks(
     ids: set[Any] = {task_id for task_id, _ in tasks}
     pages = [(task_id, page) for task_id, page in tasks if page is not None]
     begins = begins_of(pages, env.unique_tasks)
-    meta = meta_of(Path(base).absolute())
+    meta = meta_of(start_of(base))
     if meta["recipe"].get("env") == env.settings["env"]:  # else its ids mean other tasks
         before = meta.get("tasks") if of_same_world(meta["recipe"], env) else None
         ids.update(before or [None])

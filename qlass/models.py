@@ -103,7 +103,9 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
 
         base = load_weights(lora.base_of(path), AutoModelForCausalLM, options)
         model = lora.with_adapter(base, path)
-        return model if kind is AutoModelForCausalLM else model.base_model
+        model = model if kind is AutoModelForCausalLM else model.base_model
+        model.name_or_path = str(path)  # the start of an adapter that is trained on top of this
+        return model
     place = source(path)
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **options}
     if "gguf_file" in place:

@@ -121,8 +121,8 @@ class Policy:
         if written[-1] in self.chat.stop_ids:
             return True
         stops = self.chat.rendering.stop
-        longest = max(map(len, stops), default=1)
-        tail = self.chat.tokenizer.decode(written[-2 * longest :])  # longer: a letter may be bytes
+        longest = max((len(stop.encode()) for stop in stops), default=1)  # a token may be a byte
+        tail = self.chat.tokenizer.decode(written[-2 * longest :])
         return any(stop in tail for stop in stops)
 
     # ------------------------------------------------------------------- among the valid actions

@@ -97,9 +97,10 @@ def claim(output: Path, recipe: dict, overwrite: bool, may_change: Sequence[str]
         if before == now or name in may_change:
             continue
         hashed = any(isinstance(value, str) and len(value) == 64 for value in (before, now))
-        on_one_side = name not in begun or name not in recipe
-        if on_one_side and (hashed or name == "qnet_model"):
-            continue  # an input that not every call has, as a search without Q has no QNet
+        # An input that not every call has, as a search without Q has no QNet, nor a server of one.
+        which = "qnet" if name == "qnet_model" else name
+        if (hashed or which != name) and not (which in begun and which in recipe):
+            continue
         text = "that has changed or is another" if hashed else f"{before}, not {now}"
         way_out = "--overwrite starts again, another --out or --run keeps both"
         named = flag(name.removesuffix("_model"))  # a server's, which stands in its URL

@@ -75,8 +75,11 @@ class Aids:
     def opening(self, messages: Sequence[Message]) -> int:
         """How many messages stand before the task's: instruction and agreement, or none. No system
         message is among them."""
-        agreed = ("assistant", self.rendering.agreement or "OK")
-        return 2 if len(messages) > 1 and messages[1] == agreed else 0
+        if len(messages) < 2:
+            return 0
+        role, text = messages[1]
+        agreement = self.rendering.agreement or "OK"
+        return 2 if role == "assistant" and text.strip() == agreement.strip() else 0
 
     def mark(self, text: str, task: str) -> str:
         return mark(text, task) if self.rendering.mark_matches else text

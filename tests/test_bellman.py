@@ -46,6 +46,9 @@ def test_values_by_hand(target, raw):
     """Of each the least is .2 and the greatest 1."""
     for n, (value, q) in values(tree_by_hand(), target).items():
         assert (value, q) == pytest.approx((raw[n], (raw[n] - 0.2) / 0.8))
+    # A demonstration (branch 1) that stops early, on whose way the agent was stopped at its limit.
+    cut = [node(0, None), node(1, 0, branch=1, cut=0.3), node(2, 1, branch=1), node(3, 0, 0.6, branch=2, done=True)]
+    assert branch_rewards(cut, 0.9) == [0.0, 0.0, 0.0, 0.6]
     on_the_way = [node(0, None), node(1, 0, 0.3), node(2, 1, 1.0, done=True)]  # counts once and undiscounted
     assert bellman.q_values(on_the_way, 0.5) == pytest.approx([0.4, 0.8, 1.0])
 

@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -292,6 +293,25 @@ def test_updates_of_a_base_go_through_the_stages(tmp_path, fake_world, bits):
     close(adapter(IDS).last_hidden_state, net.backbone(IDS).last_hidden_state)
     q_search.main([*run, "--limit", "2"])
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) >= 2
+
+
+def test_updates_on_top_of_updates_have_both_where_they_are_loaded_from(tmp_path, agent):
+    """The second adapter's base is the first one, with its own base."""
+
+    def trained(start: Path, out: Path) -> None:
+        model, chat = models.load_checkpoint(start, hf.AutoModelForCausalLM, train=True)
+        adapter = models.prepare_training(model, SimpleNamespace(lora=2, lora_alpha=None, gradient_checkpointing=False))
+        for name, p in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(p, std=0.1)
+        models.save_checkpoint(model, chat, out, adapter)
+
+    trained(agent, tmp_path / "one")
+    trained(tmp_path / "one" / "adapter", tmp_path / "two")
+    whole, again = (
+        models.load_checkpoint(tmp_path / name, hf.AutoModelForCausalLM)[0] for name in ("two", "two/adapter")
+    )
+    close(again(IDS).logits, whole(IDS).logits)
 
 
 def test_a_checkpoint_is_read_back_before_it_counts(tmp_path, agent, value_net, monkeypatch):

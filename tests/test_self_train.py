@@ -11,7 +11,7 @@ import sft
 from experiments import self_train
 from experiments.self_train import best_branch, kept
 from q_search import Method
-from qlass import Refused
+from qlass import Refused, UserError
 from qlass.files import read_jsonl
 from qlass.messages import State, parse_action
 
@@ -124,6 +124,13 @@ def test_rejection_sampling_plays_once_and_the_trees_best_branches_not_at_all(st
         flags = stage("--method", "rft", "-N", "2")
         assert flags.expert == tmp_path / "self_train-rft.jsonl"
         assert {r.n for r in stage.sampled} == sampled and len(stage.loaded) <= 1
+    (tmp_path / "sft-rft").mkdir()
+    merged = tmp_path / "self_train-rft.jsonl"
+    stage("--method", "rft", "-N", "2")  # the same again
+    merged.write_text(before := merged.read_text() + "{}\n")
+    with pytest.raises(UserError, match=r"sft-rft was cloned from .*, which would change: --overwrite"):
+        stage("--method", "rft", "-N", "2")
+    assert merged.read_text() == before
     (tmp_path / "trees.jsonl").write_text(dump(tree(node(1, 0, 1.0, done=True))))
     stage("--method", "tree")
     assert [line["task_id"] for line in read_jsonl(tmp_path / "self_train-tree.jsonl")] == ["mine0", "mine1", "t"]

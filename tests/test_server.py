@@ -320,6 +320,10 @@ def test_a_chat_does_without_seed_and_stop(fake):
     server = Server(fake.url)
     assert [server.chat([("user", "hm")], seed=1, stop=["."]).text for _ in "ab"] == ["yes"] * 2
     assert server.left_out == ["stop"] and [body["seed"] for body in fake.sampled()] == [1, 1]
+    server = Server(fake.url)
+    fake.script += [strict] * 4
+    server.chat([("user", "hm")])  # has no such field
+    assert server.chat([("user", "hm")], stop=["."]).text == "yes" and server.left_out == ["stop"]
 
 
 def test_a_setting_is_not_left_out(fake, capsys):
@@ -449,6 +453,8 @@ def test_a_server_that_is_busy_or_away_is_waited_for(fake, failure, pauses, caps
     assert texts(policy, request()) == first and len(pauses) == 8
     fake.script += [(429, {}, {"Retry-After": 100})]
     assert texts(policy, request()) == first and pauses.pop() == 100
+    fake.script += [(429, {}, {"Retry-After": 300})]
+    assert texts(policy, request()) == first and pauses.pop() == 120
     fake.script += [failure] * (TRIES + 1)
     with pytest.raises(UserError, match=str(failure or "Server disconnected")) as error:
         policy.sample([request()])

@@ -2,13 +2,14 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from fakes import ACTIONS, log_pi, tiny_lm, word_chat
+from fakes import ACTIONS, chat_tokenizer, log_pi, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from experiments import drive_in_order
 from qlass import UserError
 from qlass.agent import load_policy
 from qlass.batching import LogProb, Sample, Score, drive
-from qlass.chat import Chat
+from qlass.chat import Chat, Rendering
 from qlass.fast import cache, parity
 from qlass.fast.cache import PromptCache
 from qlass.fast.decode import FastPolicy
@@ -188,6 +189,21 @@ def countdown(i: int, rounds: int):
 
 
 ECHO = {int: lambda asked: asked}
+
+
+@pytest.mark.parametrize("stop", ["\nObservation:", "é", "\n观察：", "🙂"])
+@pytest.mark.parametrize("name", ["chatml", "llama-2"])
+def test_a_stop_text_of_any_letters_ends_a_turn_where_it_stands(name, stop):
+    """A letter may be several tokens."""
+    chat = Chat(chat_tokenizer(name), Rendering(stop=(stop,)))
+    (before, after), ids = ["Action: left", " and on and on"], []
+    policy = SimpleNamespace(chat=chat)
+    for token in chat.tokenizer.encode(before + stop + after, add_special_tokens=False):
+        ids.append(token)
+        if Policy.ended(policy, ids):
+            break
+    assert stop in chat.tokenizer.decode(ids) and "and on and" not in chat.tokenizer.decode(ids)
+    assert chat.text(ids) == before
 
 
 def test_episodes_come_as_they_finish_or_in_their_order():

@@ -63,7 +63,7 @@ class Server:
         self.name = f"{flag} {address}"
         self.answers_as = ""  # the model's name in replies
         self.left_out: list[str] = []  # fields that are not sent
-        self.chat_settled = False
+        self.chat_settled: set[str] | None = None  # optional fields that were tried
         self.first_chat = Lock()
         self.first_retry = Lock()
         self.client = self._connect(address)
@@ -122,6 +122,10 @@ class Server:
         unpaid = response.status_code == 429 and b"insufficient_quota" in response.read()
         if unpaid or response.status_code == 501:
             response.headers["x-should-retry"] = "false"
+        for header, most in (("retry-after", 120), ("retry-after-ms", 120_000)):
+            wait = response.headers.get(header, "")
+            if wait.replace(".", "", 1).isdigit() and float(wait) > most:
+                response.headers[header] = str(most)  # of more its client would give up
 
     def _list_models(self) -> dict[str, dict]:
         """What the server says of its models, by their names. A base may be listed before the
@@ -227,9 +231,10 @@ class Server:
         """A chat completion; messages are (role, content). The first one has a short one before
         it: what is refused later is refused for its words."""
         with self.first_chat:
-            if not self.chat_settled:
+            fields = {name for name in CHAT_OPTIONAL if name in options}
+            if self.chat_settled is None or not fields <= self.chat_settled:
                 self.settle(partial(self._chat, [HELLO], options), CHAT_OPTIONAL)
-                self.chat_settled = True
+                self.chat_settled = fields | (self.chat_settled or set())
         return self._chat(messages, options)
 
     def _chat(self, messages: Sequence[tuple[str, str]], options: dict[str, Any]) -> Reply:

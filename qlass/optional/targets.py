@@ -26,8 +26,10 @@ def average_rewards(tree: list[dict], gamma: float) -> list[float]:
 def branch_rewards(tree: list[dict], gamma: float) -> list[float]:
     """The final reward of the branch that made the node; 0 if the demonstration stops early."""
     final = {}
+    goes_on = {(node["parent_id"], node["branch"]) for node in tree}
     for node in tree:
-        if node["done"] or "cut" in node:
+        cut = "cut" in node and (node["node_id"], node["branch"]) not in goes_on
+        if node["done"] or cut:
             final[node["branch"]] = node.get("cut", node["reward"])
     rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]
     return [min(rewards, default=0.0), *rewards]  # no branch made the root: the lowest
