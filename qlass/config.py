@@ -221,7 +221,7 @@ def read(kind: type[R], doc: str | None, argv: Sequence[str] | None) -> R:
         warn(f"{reason}: its agent plays elsewhere")
     if getattr(config, "load_in", None) and getattr(config, "lora", True) is None:
         raise UserError("--load-in: weights in few bits can't be trained; --lora adds others")
-    pretrained = getattr(first, "model", "tiny") != "tiny"
+    pretrained = getattr(first, "model", None) not in (None, "tiny")
     if pretrained and not first.preset and inherited.get("preset") == "tiny":
         warn(f"{run} was begun with the preset tiny: another --run, or --preset paper, has another")
     presets.announce(config, chosen)

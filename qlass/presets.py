@@ -131,7 +131,7 @@ def settings(preset: str, env: str, kind: Any, lora: bool = False) -> dict[str, 
 
 def suited(config: Any, run: Path) -> str:
     """The preset that fits the model that the flags name: --model, or the checkpoint --sft."""
-    if getattr(config, "model", "tiny") != "tiny":
+    if getattr(config, "model", None) not in (None, "tiny"):
         return "paper"
     rendering = (getattr(config, "sft", None) or run / "sft") / "policy.json"
     if rendering.is_file():

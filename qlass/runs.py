@@ -83,13 +83,13 @@ def claim(output: Path, recipe: dict, overwrite: bool, may_change: Sequence[str]
     # Asked first, as metadata came before them.
     begun_parts = any(parts_of(output).glob("*.jsonl")) or states_of(output).exists()
     begun = meta_of(output)["recipe"]
-    if overwrite:
+    if not begun and (begun_parts or is_there(output)):  # also with --overwrite: it may be yours
+        reason = "not of this command, which leaves a .meta.json beside it"
+        raise UserError(f"{output}: {reason}: move it, or name it as an input")
+    if overwrite:  # the metadata last: what a stop leaves is still known
         for old in (output, parts_of(output), states_of(output), meta_path(output)):
             files.discard(old)
         return recipe
-    if not begun and (begun_parts or is_there(output)):
-        reason = "not of this command, which leaves a .meta.json beside it"
-        raise UserError(f"{output}: {reason}: move it, or name it as an input")
     if not begun:
         return recipe
     for name in begun | recipe:

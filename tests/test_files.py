@@ -158,6 +158,8 @@ def test_what_is_no_output_of_this_command_or_can_not_be_shared_is_refused(tmp_p
     path = tmp_path / "x.jsonl"
     path.write_text('[{"id": 1}]')
     assert "not of this command, which leaves a .meta.json beside it: move it, or name" in refusal(path)
+    with pytest.raises(UserError, match="not of this command"):
+        begin(path, "--overwrite")
     assert path.read_text() == '[{"id": 1}]' and not (tmp_path / "x.meta.json").exists()
     assert "a folder" in refusal(tmp_path)
     grow(tmp_path / "y.jsonl", share=(0, 2))

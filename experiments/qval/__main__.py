@@ -139,9 +139,9 @@ class Study:
             metadata = {"ranking_point_hashes": [point.hash for point in points], "candidate_values": values}
             metadata |= self.context.counts  # of a judge's answers
             record = {"method_name": name, "method_type": "eval", "values": taken, "config": {}, "metadata": metadata}
+            runs.write_meta(path, self.config, recipe, sources)
             with files.replacing(path) as out:
                 json.dump(record, out, indent=1)
-            runs.write_meta(path, self.config, recipe, sources)
         return files.read_object(path)["metadata"]
 
 
