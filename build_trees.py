@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
     sft = find_or_make(config.sft, "sft", "sft", config)
     depth = env.tree_depth if config.depth is None else config.depth
     if config.tasks == "cloned":
-        order = published.cloned_tasks(env, sft)
+        order = published.cloned_tasks(env, config.expert, sft)
     else:  # from the far end of the list, where the agent has seen the fewest demonstrations
         order = env.task_ids("train")[::-1]
     tasks = order[: config.limit] if config.limit else order

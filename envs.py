@@ -126,11 +126,11 @@ class TextEnv(Guarded, Hooks, gymnasium.Env):
 
     def snapshot(self) -> Any:
         """All that a step changes, in whatever form `restore` takes."""
-        raise NotImplementedError
+        raise NotImplementedError("snapshot")
 
     def restore(self, snapshot: Any) -> None:
         """Return to a snapshot, which stays as it is: several branches begin there."""
-        raise NotImplementedError
+        raise NotImplementedError("restore")
 
     def reward_if_cut(self) -> float:
         """What the environment pays if the episode is cut here, by a limit of steps."""
@@ -140,7 +140,7 @@ class TextEnv(Guarded, Hooks, gymnasium.Env):
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """A player that knows the task and the pages shown so far, unless it is `omniscient`."""
-        raise NotImplementedError
+        raise NotImplementedError("expert")
 
     def candidates(self) -> list[tuple[str, str]]:
         """(thought, action) of every valid action in the state at hand, for `--candidates valid`.
@@ -151,7 +151,7 @@ class TextEnv(Guarded, Hooks, gymnasium.Env):
 
     def valid_actions(self) -> list[str]:
         """Every action that would be acted on now, each once, in a fixed order."""
-        raise NotImplementedError
+        raise NotImplementedError("valid_actions")
 
 
 # ----------------------------------------------------------------------------------- the registry

@@ -24,6 +24,7 @@ import gymnasium
 
 from environments import WHERE
 from qlass import UserError
+from qlass.messages import broken
 
 # Of an option's default: the words for what fits it, and the types.
 FITTING: dict[type, tuple] = {
@@ -39,12 +40,19 @@ class Fault(UserError):
     """What a class does against the rules, or its crash."""
 
 
+class Missing(Fault, NotImplementedError):
+    """A method that a class has to define for what it is asked for."""
+
+
 def attempt(what: Callable[[], str], act: Callable, /, *args: Any, **options: Any) -> Any:
     """act(...), whose crash is one line that begins with what was done."""
     try:
         return act(*args, **options)
-    except (UserError, NotImplementedError):
+    except UserError:
         raise
+    except NotImplementedError as error:
+        reason = f"{error or 'this'} is for a class to define (docs/environment.md)"
+        raise Missing(f"{what()}: {reason}") from error
     except FileNotFoundError as error:
         raise UserError(f"{what()}: {error.filename}: {error.strerror} {WHERE}") from error
     except Exception as error:
@@ -75,15 +83,6 @@ def named_task(env: Any, options: dict | None) -> str | None:
             raise UserError(f"{env.name}: reset: no task {index} of {split}, which has {len(tasks)}, counted from 0")
         return tasks[int(index)]
     return str(given["task_id"]) if given else None
-
-
-def broken(text: str) -> bool:
-    """Whether a text holds half a surrogate, which no file and no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def readable(text: Any) -> Any:

@@ -11,7 +11,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from qlass.runs import meta_of
 from reporting.figures import MARKERS, STYLE, curve, place_marks
-from reporting.results import Group, ancestors, models_of
+from reporting.lineage import ancestors
+from reporting.results import Group, models_of
 
 TASKS = (100, 1_000, 10_000)  # that an agent plays
 UPDATE = 3  # passes of an update: a backward pass costs two

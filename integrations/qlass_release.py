@@ -70,6 +70,9 @@ class Config:
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, argv, MISSING, __doc__)
+    for folder in (config.qnet, config.sft):
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder; runs/paper/release.sh says how to download the weights")
     out = checkpoint_folder(config.out, config.qnet)
     agent = checkpoint_folder(config.out.with_name("sft"), config.sft)
     with draft_of(out) as draft:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import os
 import re
 import sys
@@ -195,6 +196,8 @@ def read(kind: type[R], doc: str | None, argv: Sequence[str] | None) -> R:
     UserError if the run is of another environment, or of other options, than the flags name.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    if "--run=" in argv or ("--run", "") in itertools.pairwise(argv):  # it would be this folder
+        raise UserError("--run names no folder: is a variable of the shell empty?")
     words = [word for word in argv if word not in ("-h", "--help")]
     blank: Any = {"env": ""}  # which no flag leaves so
     first = parse(kind, words, dataclasses.replace(kind(), **blank))

@@ -51,11 +51,16 @@ def parse_json(content: bytes, where: str) -> Any:
         raise UserError(f"{where}: not valid JSON ({error})") from None
 
 
-def a_record(record: Any, where: str) -> dict:
+def an_object(value: Any, where: str) -> dict:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: not a JSON object, but a {type(value).__name__}")
+    return value
+
+
+def a_record(value: Any, where: str) -> dict:
     """A line of a file, whoever wrote it: an object, whose reward is a number from 0 to 1, and
     whose task_id is a text or a whole number, which becomes its text. UserError for others."""
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: not a JSON object, but a {type(record).__name__}")
+    record = an_object(value, where)
     reward = record.get("reward")
     if reward is not None and not (type(reward) in (int, float) and 0 <= reward <= 1):
         rule = "a number from 0 to 1 is expected, and 1 is success"
@@ -71,7 +76,7 @@ def a_record(record: Any, where: str) -> dict:
 
 def read_object(path: Path) -> dict:
     """The one JSON object that a file holds."""
-    return parse_json(path.read_bytes(), str(path))
+    return an_object(parse_json(path.read_bytes(), str(path)), str(path))
 
 
 def records_of(path: Path) -> Iterator[tuple[str, dict]]:

@@ -60,7 +60,7 @@ class State:
             role = "system" if number == 1 and turn.get("role") == "system" else next(roles)
             if turn.get("role") != role or not isinstance(turn.get("content"), str):
                 raise UserError(f"turn {number} is {turn!r:.60}, where {role} says a text")
-            if any("\ud800" <= character <= "\udfff" for character in turn["content"]):
+            if broken(turn["content"]):
                 raise UserError(f"turn {number} has half a character, {turn['content']!r:.60}")
             turns.append((role, turn["content"]))
         if "user" not in dict(turns):
@@ -69,6 +69,15 @@ class State:
 
     def dump(self) -> list[dict]:
         return [{"role": role, "content": content} for role, content in self.messages]
+
+
+def broken(text: str) -> bool:
+    """Whether a text holds half a surrogate pair, which no file and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 class Move(NamedTuple):

@@ -212,13 +212,13 @@ def find_tasks(best: dict[str, Demonstration], env: Any, tasks: list[str]) -> No
     best.update({task: best[begin] for task, begin in begins.items() if begin in best})
 
 
-def cloned_tasks(env: Any, checkpoint: Path) -> list[str]:
-    """The training tasks of the demonstrations that a checkpoint was cloned from, in the order of
-    env.task_ids. UserError if the demonstrations are gone, or of no training task."""
-    file, most = cloned_from(checkpoint)
+def cloned_tasks(env: Any, named: Path | None, sft: Path) -> list[str]:
+    """The training tasks of the demonstrations, those of the named file or those that the agent
+    was cloned from, in the order of env.task_ids. UserError if they are gone, or of other tasks."""
+    file, most = (named, None) if named else cloned_from(sft)
     if file is None:
         reason = "its demonstrations are not at hand"
-        raise UserError(f"{checkpoint}: {reason}: --tasks new does without")
+        raise UserError(f"{sft}: {reason}: --expert names them, --tasks new does without")
     order = env.task_ids("train")
     best = by_task(read(file, env, most), env)
     if not set(best) <= set(order):  # else each demonstration has its task's id

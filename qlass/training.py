@@ -217,7 +217,8 @@ class TrainingLog:
     def load(self, name: str) -> None:
         """Take model, optimizer, random numbers and log from a state."""
         path = self.states / name
-        state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
+        with files.one_line(path):
+            state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
         self.model.load_state_dict(state["weights"], strict=False)  # not the frozen ones
         self.optimizer.load_state_dict(state["moments"])
         torch.set_rng_state(state["random"][0])

@@ -7,12 +7,14 @@ No torch here, so that bellman.py starts at once.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from qlass import UserError
 from qlass.files import records_of
+from qlass.messages import broken
 
 SAVED = ("depth", "action", "observation", "reward", "done", "source", "branch", "expert")
 
@@ -50,6 +52,31 @@ def tree_metrics(records: list[dict]) -> dict[str, Any]:
 
 
 NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")
+TEXTS, NUMBERS = ("action", "observation"), ("reward", "q", "q_raw", "cut")
+
+
+def fits(name: str, value: Any) -> bool:
+    """Whether a field of a node may have this value."""
+    if name in TEXTS:
+        return isinstance(value, str) and not broken(value)
+    if name in NUMBERS:
+        return isinstance(value, int | float) and math.isfinite(value)
+    if name in ("node_id", "parent_id"):
+        return isinstance(value, int | str)
+    return True
+
+
+def refuse_node(node: dict, where: str, is_root: bool) -> None:
+    """UserError for a node that no stage could have written."""
+    nothing = ("parent_id", "action") if is_root else ()
+    for name, value in node.items():
+        if not fits(name, value) and not (value is None and name in nothing):
+            raise UserError(f"{where}: {name} can't be {value!r:.40}")
+    turns = node.get("messages", [])
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise UserError(f"{where}: messages are no list of objects with role and content")
+    if is_root and turns and turns[-1].get("role") != "user":
+        raise UserError(f"{where}: messages end with the agent's turn, where it is to act")
 
 
 def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[dict]]:
@@ -65,15 +92,15 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
             fields = {*NODE, *required} - ({"messages"} if tree else set())
             if missing := sorted(fields - node.keys()):
                 raise UserError(f"{where}: no {missing[0]}; is this a file of trees?")
-            if node["reward"] is None:
-                raise UserError(f"{where}: reward is null, and a number is expected")
+            refuse_node(node, where, is_root=node["parent_id"] is None)
             if node["parent_id"] not in names or node["node_id"] in names:
                 raise UserError(f"{where}: node {node['node_id']} is before its parent, or twice")
             names.discard(None)  # the root's parent
             names.add(node["node_id"])
             tree.append(node)
         if len(tree) != tree[0].get("nodes", len(tree)):
-            raise UserError(f"{path}: the tree of task {task} is cut, or twice: make it again")
+            way_out = "--overwrite makes it again"
+            raise UserError(f"{path}: the tree of task {task} is cut, or twice: {way_out}")
         yield tree
 
 

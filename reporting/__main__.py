@@ -7,8 +7,9 @@
     writes  report.html (opens from the disk, without a network), report.md and the figures as PNG
 
 Every number is a mean over tasks with its 95 % interval (reporting/stats.py). Methods are compared
-on the same tasks, and a difference whose interval contains 0 is called "undecided". A method that
-looks at the environment's true reward before it answers is an "oracle": no agent could do that.
+on the same tasks. A difference is called "undecided" if its interval contains 0, or if p, which
+is never below a sign test's, is .05 or more. A method that looks at the environment's true reward
+before it answers is an "oracle": no agent could do that.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
-from reporting.results import Group, lineage
+from reporting.lineage import lineage
+from reporting.results import Group
 from reporting.stats import Estimate, paired_difference
 
 INK = "#2b2d31"  # in the HTML the page's own text colour

@@ -16,7 +16,8 @@ import pandas as pd
 from qlass import UserError
 from qlass.files import parts_of, records_of, warn
 from qlass.messages import parse_action
-from qlass.runs import input_of, meta_of
+from qlass.runs import meta_of
+from reporting.lineage import lineage
 from reporting.stats import Estimate, interval
 
 METHODS = {  # in the order of the table
@@ -292,8 +293,6 @@ def check_tables(groups: Sequence[Group]) -> Iterator[str]:
 
 # --------------------------------------------------------------------------------------- what one row may be made from
 
-COUNTS = ("trees", "budget")  # figures that seeds share too: of flags that may change while an output grows
-
 
 def check_rows(groups: Sequence[Group]) -> Iterator[str]:
     """UserError names two files in one row whose agents, QNets or environments differ in more than their seed. Yields
@@ -327,29 +326,3 @@ def models_of(condition: Condition) -> tuple[str, ...]:
         return ()
     scored = condition.method in ("qlass", "oracle_lookahead") or condition.select == "q"
     return ("sft", "qnet") if scored else ("sft",)
-
-
-def ancestors(output: Path, names: Iterable[str]) -> dict[Path, str]:
-    """{path: " of labels of qnet"} of what an output was made from and, in turn, of what that was made from."""
-    places: dict[Path, str] = {}
-    queue = [(output, name, "") for name in names]
-    for product, name, of in queue:  # grows as it is read
-        path = input_of(product, name)
-        path = path and path.parent.resolve() / path.name  # one place, whatever way leads there
-        if path and path not in places:
-            places[path] = f" of {name}{of}"
-            queue += [(path, earlier, places[path]) for earlier in meta_of(path)["inputs"]]
-    return places
-
-
-def lineage(output: Path, used: Iterable[str]) -> dict[str, Any]:
-    """{"--epochs of sft": 12}: the flags that results and all that they were made from were made with."""
-    flags: dict[str, Any] = {}
-    for path, of in {output: "", **ancestors(output, used)}.items():
-        meta = meta_of(path)
-        recipe = meta["recipe"] | {name: meta[name] for name in COUNTS if name in meta}
-        skipped = {"seed", "label", *meta["inputs"], *(() if recipe.get("env_files") else ("env_files",))}
-        flags |= {f"--{name.replace('_', '-')}{of}": recipe[name] for name in recipe if name not in skipped}
-        if "kept" in meta:  # an agent's own trajectories: their number is a result
-            flags.pop("--n-expert" + of.removeprefix(" of expert"), None)
-    return flags

@@ -23,9 +23,9 @@ ROWS_NOTE = (
     "charged for all its episodes, also for those that it shares with another row."
 )
 DIFFERENCES_NOTE = (
-    "Differences are paired, over the tasks that both methods ran, and “undecided” where the interval covers 0. QLASS "
-    "meets the search by log-probability with as many candidates, the best-of-N nearest in tokens, and the best-of-N "
-    "with as many samples. No correction for so many comparisons."
+    "Differences are paired, over the tasks that both methods ran, and “undecided” where the interval covers 0 or p is "
+    ".05 or more. QLASS meets the search by log-probability with as many candidates, the best-of-N nearest in tokens, "
+    "and the best-of-N with as many samples. No correction for so many comparisons."
 )
 
 

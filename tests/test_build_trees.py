@@ -307,6 +307,9 @@ def test_trees_may_be_of_the_tasks_that_the_agent_was_cloned_from(build, tmp_pat
         records = [json.loads(line) for line in build("--tasks", "cloned", out=f"{first}.jsonl").splitlines()]
         assert list(dict.fromkeys(record["task_id"] for record in records)) == tasks
         assert sum(record["expert"] for record in records) == len(tasks)  # a step each, not the expert's way
+    moved, cloned[0] = cloned[0], None
+    assert b'"train3"' in build("--tasks", "cloned", "--expert", str(moved), out="named.jsonl")
+    cloned[0] = moved
     cloned[0].write_text(dump([line("Action: right", task_id="test1", begin="you stand in a hall")]))
     for path, says in ((cloned[0], "of no training task"), (None, "not at hand")):
         cloned[0] = path

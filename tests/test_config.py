@@ -123,6 +123,12 @@ def test_a_run_has_one_environment_seed_and_preset(tmp_path, capsys):
     assert settings_of(q_search, *run, "--env", "webshop").env_option == ()  # a search may play elsewhere
     assert f"warning: {tmp_path} is of frozenlake map=4x4, not of webshop: its agent plays" in capsys.readouterr().err
     assert settings_of(q_search, *run, "--env-option", "stray=0").env_option == ("map=4x4", "stray=0")
+    for named in (["--run="], ["--run", ""]):  # "--run $RUN" without such a variable
+        with pytest.raises(UserError, match="--run names no folder"):
+            settings_of(sft, *named)
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(UserError, match=r"run\.json: not a JSON object, but a list"):
+        settings_of(sft, *run)
     (tmp_path / "run.json").write_text(json.dumps(begun | {"preset": "tiny"}))
     assert settings_of(sft, *run, "--model", "m.gguf").lr == 3e-3  # and not the paper's 1e-5
     assert f"warning: {tmp_path} was begun with the preset tiny" in capsys.readouterr().err

@@ -197,6 +197,8 @@ CLOSED = reset_as(lambda self, *answer: 1 / 0 if "closed" in self.simulator else
 CLOSED["close"] = lambda self: self.simulator.update(closed=True)
 BROKEN = {  # a class that keeps the rules: its changes and what is said of each
     Switches: [
+        ({"snapshot": envs.TextEnv.snapshot}, "snapshot: snapshot is for a class to define"),
+        ({"valid_actions": envs.TextEnv.valid_actions}, "valid_actions is for a class to define"),
         ({"split_ids": lambda self, split: [3, 1, 2]}, "has the task id 3, which is no str"),
         ({"task_ids": lambda self, split: random.sample(self.split_ids(split), 20)}, "or other ones at the next call"),
         ({"split_ids": lambda self, split: []}, "train has no tasks"),

@@ -22,6 +22,7 @@ from qlass.files import read_jsonl
 from qlass.messages import parse_action
 from qlass.published import demonstrate
 from reporting import demonstration, expected, figures, page, results, tables, tree
+from reporting.lineage import ancestors
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -315,7 +316,7 @@ def test_what_two_runs_share_is_counted_once_whatever_way_leads_there():
         write(Path(name).with_suffix(".meta.json"), [meta])
     write(Path("results.jsonl"), [RESULT | {"method": "qlass"}])
     (group,) = groups_of("results.jsonl").values()
-    assert set(results.ancestors(Path("results.jsonl"), ["sft", "qnet"])) == {
+    assert set(ancestors(Path("results.jsonl"), ["sft", "qnet"])) == {
         Path("sft-grpo").absolute(), Path("grpo/qnet").absolute(),
     }  # fmt: skip
     assert training_tokens(group) > 0

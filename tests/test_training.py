@@ -108,6 +108,12 @@ def test_another_run_does_not_continue_this_one(tmp_path):
     with pytest.raises(Stopped):
         fit(tmp_path, [1.0] * 6, 5)
     assert begin(save_every=9, micro_tokens=5)  # what changes no weight may differ
+    state = states_of(out) / "last.pt"
+    whole = state.read_bytes()
+    state.write_bytes(whole[:99])
+    with pytest.raises(UserError, match=r"last\.pt: can't be loaded .*complete"):
+        fit(tmp_path, [1.0] * 6)
+    state.write_bytes(whole)
     with pytest.raises(UserError, match="was begun with --lr"):
         begin(lr=0.2)
     meta = out.with_name("model.meta.json").rename(tmp_path / "lost")
