@@ -104,6 +104,8 @@ def claim(output: Path, recipe: dict, overwrite: bool, may_change: Sequence[str]
         text = "that has changed or is another" if hashed else f"{before}, not {now}"
         way_out = "--overwrite starts again, another --out or --run keeps both"
         named = flag(name.removesuffix("_model"))  # a server's, which stands in its URL
+        if name in ("env_version", "env_code", "env_files"):  # which no flag sets
+            named = name.replace("env_", "the environment's ")
         raise UserError(f"{output} was begun with {named} {text}: {way_out}")
     return begun | recipe
 

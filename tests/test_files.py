@@ -313,16 +313,16 @@ def test_other_data_and_another_precision_are_refused(tmp_path, agent, capsys, m
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"expert.jsonl changed: .*: make it and each"):
         patch.setattr(results, "outdated", lambda path: [(path, "expert.jsonl")])
         q_search.main([*play, "2"])
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="begun with --env-version 0, not 1"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the environment's version 0, not 1"):
         patch.setattr(Filed, "version", "1")
         q_search.main([*play, "3"])
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="begun with --env-code that has changed"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the environment's code that has changed"):
         patch.setattr(envs, "code_of", lambda kind: "0" * 64)
         q_search.main([*play, "3"])
     with pytest.raises(UserError, match="begun with --precision float32, not bf16"):  # as on a GPU
         q_search.main([*play, "3", "--precision", "bf16"])
     world.write_text(json.dumps(WORLD).replace("0.5", "0.7"))  # of the same size
-    with pytest.raises(UserError, match=r"results.jsonl was begun with --env-files {'data': "):
+    with pytest.raises(UserError, match=r"results.jsonl was begun with the environment's files {'data': "):
         q_search.main([*play, "3"])
     assert f"{tmp_path} was begun with other files than --env-option names now: put them" in capsys.readouterr().err
     q_search.main([*play, "3", "--overwrite"])
