@@ -99,7 +99,7 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
             names.add(node["node_id"])
             tree.append(node)
         if len(tree) != tree[0].get("nodes", len(tree)):
-            way_out = "--overwrite makes it again"
+            way_out = "its stage makes it again with --overwrite"
             raise UserError(f"{path}: the tree of task {task} is cut, or twice: {way_out}")
         yield tree
 
