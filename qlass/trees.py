@@ -7,7 +7,6 @@ No torch here, so that bellman.py starts at once.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,30 +51,32 @@ def tree_metrics(records: list[dict]) -> dict[str, Any]:
 
 
 NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")
-TEXTS, NUMBERS = ("action", "observation"), ("reward", "q", "q_raw", "cut")
+KINDS: dict[str, Any] = {  # of a node's fields, as far as a reader depends on them
+    "node_id": int | str,
+    "parent_id": int | str | None,
+    "action": str,
+    "observation": str,
+    "reward": int | float,
+    "cut": int | float,
+    "q": int | float,
+    "q_raw": int | float,
+    "messages": list,
+}
 
 
-def fits(name: str, value: Any) -> bool:
-    """Whether a field of a node may have this value."""
-    if name in TEXTS:
-        return isinstance(value, str) and not broken(value)
-    if name in NUMBERS:
-        return isinstance(value, int | float) and math.isfinite(value)
-    if name in ("node_id", "parent_id"):
-        return isinstance(value, int | str)
-    return True
-
-
-def refuse_node(node: dict, where: str, is_root: bool) -> None:
+def refuse_node(node: dict, where: str) -> None:
     """UserError for a node that no stage could have written."""
-    nothing = ("parent_id", "action") if is_root else ()
-    for name, value in node.items():
-        if not fits(name, value) and not (value is None and name in nothing):
+    is_root = node["parent_id"] is None
+    for name, kind in KINDS.items():
+        if name not in node or (name == "action" and is_root):  # no action leads to a root
+            continue
+        value = node[name]
+        if not isinstance(value, kind) or (kind is str and broken(value)):
             raise UserError(f"{where}: {name} can't be {value!r:.40}")
-    turns = node.get("messages", [])
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise UserError(f"{where}: messages are no list of objects with role and content")
-    if is_root and turns and turns[-1].get("role") != "user":
+    for turn in node.get("messages", []):
+        if not isinstance(turn, dict):
+            raise UserError(f"{where}: messages are no list of objects with role and content")
+    if is_root and node.get("messages") and node["messages"][-1].get("role") != "user":
         raise UserError(f"{where}: messages end with the agent's turn, where it is to act")
 
 
@@ -92,7 +93,7 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
             fields = {*NODE, *required} - ({"messages"} if tree else set())
             if missing := sorted(fields - node.keys()):
                 raise UserError(f"{where}: no {missing[0]}; is this a file of trees?")
-            refuse_node(node, where, is_root=node["parent_id"] is None)
+            refuse_node(node, where)
             if node["parent_id"] not in names or node["node_id"] in names:
                 raise UserError(f"{where}: node {node['node_id']} is before its parent, or twice")
             names.discard(None)  # the root's parent

@@ -40,8 +40,8 @@ ROOT = node(0, None, messages=CHAT[:1], task="", env="fake", action=None, source
 LEAF = node(1, 0, 1.0, done=True, source="policy", q=0.5)
 NOT_TO_BE_LEARNED = [("loss", False), ("train", False), ("weight", 0)]  # by the fields that others mask turns with
 NO_NODE = [
-    *(("reward", None), ("q", None), ("q", float("nan")), ("cut", "1")),
-    *(("action", 3), ("action", None), ("observation", "\ud83d"), ("node_id", [1])),
+    *(("reward", None), ("q", None), ("cut", "1"), ("node_id", [1]), ("parent_id", [0])),
+    *(("action", 3), ("action", None), ("observation", "\ud83d")),
 ]
 OF_ANOTHER_KIND = [("seed", "a"), ("seed", [1]), ("M", 2.5), ("label", ["a"]), ("steps", "left"), ("success", "yes")]
 READERS = {
@@ -65,7 +65,7 @@ BAD = {
         (tree(ROOT, LEAF) * 2, ":3: node 0 is before its parent, or twice"),
         (tree(ROOT, LEAF | {"reward": 50}), ":2: reward can't be 50"),
         *((tree(ROOT, LEAF | {name: value}), f":2: {name} can't be {value!r}") for name, value in NO_NODE),
-        (tree(ROOT | {"messages": "go"}, LEAF), ":1: messages are no list"),
+        (tree(ROOT | {"messages": "go"}, LEAF), ":1: messages can't be 'go'"),
         (tree(ROOT | {"messages": ["go"]}, LEAF), ":1: messages are no list"),
         (tree(ROOT | {"messages": CHAT}, LEAF), ":1: messages end with the agent's turn"),
     ],
