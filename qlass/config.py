@@ -224,8 +224,8 @@ def read(kind: type[R], doc: str | None, argv: Sequence[str] | None) -> R:
         warn(f"{reason}: its agent plays elsewhere")
     if getattr(config, "load_in", None) and getattr(config, "lora", True) is None:
         raise UserError("--load-in: weights in few bits can't be trained; --lora adds others")
-    pretrained = getattr(first, "model", None) not in (None, "tiny")
-    if pretrained and not first.preset and inherited.get("preset") == "tiny":
+    began_tiny = not first.preset and inherited.get("preset") == "tiny"
+    if began_tiny and presets.names_pretrained(first):
         warn(f"{run} was begun with the preset tiny: another --run, or --preset paper, has another")
     presets.announce(config, chosen)
     return config

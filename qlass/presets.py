@@ -129,9 +129,14 @@ def settings(preset: str, env: str, kind: Any, lora: bool = False) -> dict[str, 
     return {name: value for name, value in values.items() if name in fields}
 
 
+def names_pretrained(config: Any) -> bool:
+    """Whether --model names a pretrained model."""
+    return getattr(config, "model", None) not in (None, "tiny")
+
+
 def suited(config: Any, run: Path) -> str:
     """The preset that fits the model that the flags name: --model, or the checkpoint --sft."""
-    if getattr(config, "model", None) not in (None, "tiny"):
+    if names_pretrained(config):
         return "paper"
     rendering = (getattr(config, "sft", None) or run / "sft") / "policy.json"
     if rendering.is_file():
