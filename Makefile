@@ -6,7 +6,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 ROOMS := data environments experiments integrations qlass/fast reporting tests $(wildcard docs/*.py)
-NARROW := --line-length 100 $(wildcard *.py qlass/*.py qlass/optional/*.py)  # what a reader reads
+NARROW := --line-length 100 $(wildcard *.py qlass/*.py qlass/fast/*.py)  # what a reader reads
 .PHONY: demo smollm2 test test-slow lint clean
 
 demo: $(VENV)/.installed

@@ -1,9 +1,9 @@
 """Stage 2: exploration trees (Section 4.2, Algorithm 2).
 
-    python build_trees.py --env webshop --depth 3 --width 3
-
     reads   RUN/sft/          the behaviour-cloned agent, and the demonstrations it was cloned from
     writes  RUN/trees.jsonl   one node per line, the root of each tree first
+
+    python build_trees.py --env webshop --depth 3 --width 3
 
 For each training task the agent plays rollouts from the root, then from the nodes of branches that
 scored. A node is expanded while it has fewer than W children and its depth is at most D. A
@@ -24,27 +24,24 @@ Where the paper leaves a choice:
 
 from __future__ import annotations
 
-# qlass comes first: it says in one line which packages are missing.
-from qlass import Refused, published  # isort: skip
-
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import envs
-from qlass.agent import load_agent, settled
-from qlass.batching import Candidate, Sample, ask, drive
+from qlass import demonstrations
+from qlass.batching import Sample, ask, drive
 from qlass.chat import Rendering
-from qlass.config import Natural, Positive, Sampling, free, read, run_stage
-from qlass.files import warn
+from qlass.demonstrations import Demonstration
 from qlass.messages import State, parse_action, replay
-from qlass.published import Demonstration
-from qlass.runs import Inputs, Output, find_or_make, recipe_of
-from qlass.trees import tree_metrics, tree_records
+from qlass.outputs import Inputs, Output, find_or_make
+from qlass.policy import load_agent
+from qlass.settings import Sampling, read, run_stage, runtime
+from qlass.trees import tree_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +50,15 @@ class Config(Sampling):
 
     stage: ClassVar[str] = "build_trees"
 
-    sft: Path | None = free(None)  # checkpoint of the agent (RUN/sft, made if missing)
-    out: Path | None = free(None)  # RUN/trees.jsonl
-    depth: Natural | None = None  # D (3 WebShop, 6 ScienceWorld, 8 ALFWorld)
-    width: Positive = 3  # W
+    sft: Path | None = runtime(None)  # checkpoint of the agent (RUN/sft, made if missing)
+    out: Path | None = runtime(None)  # RUN/trees.jsonl
+    depth: int | None = None  # D (3 WebShop, 6 ScienceWorld, 8 ALFWorld)
+    width: int = 3  # W
     tasks: Literal["cloned", "new"] = "cloned"  # those that the agent was cloned from, or others
-    rollouts: Natural = 64  # at most, per tree (0: no bound)
-    steps: Positive | None = None  # step limit of the agent (the environment's)
-    limit: Natural = free(0)  # number of tasks (0: all)
-    expert: Path | None = free(None)  # demonstrations (those that the agent was cloned from)
+    rollouts: int = 64  # at most, per tree (0: no bound)
+    steps: int | None = None  # step limit of the agent (the environment's)
+    limit: int = runtime(0)  # number of tasks (0: all)
+    expert: Path | None = runtime(None)  # demonstrations (those that the agent was cloned from)
     no_expert: bool = False  # leave out the expert's branch (lines 11-13)
     prune: Literal["branch", "tail"] = "branch"  # tail: a branch without reward queues 2 nodes
 
@@ -105,7 +102,7 @@ class Node:
 
 @dataclass
 class Explorer:
-    """Grows the tree of one task. Its generators yield `Sample` requests and get candidates."""
+    """Grows the tree of one task."""
 
     env: envs.TextEnv
     task_id: str
@@ -117,9 +114,7 @@ class Explorer:
     prune: str = "branch"
     branches: int = 0  # trajectories so far, the demonstration included
 
-    def explore(
-        self, demonstrations: dict[str, Demonstration] | None = None
-    ) -> Generator[Sample, list[Candidate], Node]:
+    async def explore(self, demonstrations: dict[str, Demonstration] | None = None) -> Node:
         """Algorithm 2. Returns the root.
 
         demonstrations: tau_0 by task; the environment's expert plays other tasks. None: no expert
@@ -128,16 +123,16 @@ class Explorer:
         root = self.root()  # lines 1-2
         queue = deque([root])  # line 3
         if demonstrations is None:
-            yield from self.process_queue(queue, self.max_rollouts)  # lines 4-10
+            await self.process_queue(queue, self.max_rollouts)  # lines 4-10
         else:
             before_expert = self.max_rollouts / 2
-            yield from self.process_queue(queue, before_expert)  # lines 4-10
+            await self.process_queue(queue, before_expert)  # lines 4-10
             tau = demonstrations.get(self.task_id)
             branch = self.add_demonstration(root, tau.actions if tau else None)  # line 11
             # In front of the queue: at its end, the bound would never let them come up.
             queue.extendleft(reversed(branch))  # line 12
             with_expert = self.max_rollouts + 1  # the demonstration is a branch, and no rollout
-            yield from self.process_queue(queue, with_expert)  # line 13
+            await self.process_queue(queue, with_expert)  # line 13
         self.env.close()
         return root
 
@@ -146,14 +141,12 @@ class Explorer:
         state = State.first(self.env, observation, info)
         return Node(state, observation, self.env.snapshot())
 
-    def process_queue(
-        self, queue: deque[Node], bound: float
-    ) -> Generator[Sample, list[Candidate], None]:
+    async def process_queue(self, queue: deque[Node], bound: float) -> None:
         """ProcessExpansionQueue, until the tree has `bound` branches."""
         while queue and self.branches < bound:  # line 4
             node = queue.popleft()  # line 5: first in, first out
             if self.may_expand(node):  # line 6
-                branch = yield from self.rollout(node)  # lines 7-8
+                branch = await self.rollout(node)  # lines 7-8
                 end = branch[-1]
                 if end.reward or end.cut:  # line 9: else stop expansion
                     queue.extend(branch)  # line 10; branch[0] is the expanded node
@@ -166,7 +159,7 @@ class Explorer:
             return False
         return len(node.children) < self.width and node.rollouts < self.width + EXTRA_ROLLOUTS
 
-    def rollout(self, node: Node) -> Generator[Sample, list[Candidate], list[Node]]:
+    async def rollout(self, node: Node) -> list[Node]:
         """The agent plays from a node to the end of the episode. Returns the branch, node first."""
         self.branches += 1
         node.rollouts += 1
@@ -175,7 +168,7 @@ class Explorer:
         while not node.done and node.depth < self.max_steps:
             self.env.restore(node.snapshot)  # step() may have returned an old child
             noise = (self.task_id, self.branches, node.depth)
-            candidates = yield ask(self.env, node.state, draws, noise, self.rendering)
+            candidates = await ask(self.env, node.state, draws, noise, self.rendering)
             actions = [candidate.text for candidate in candidates]
             new = [action for action in actions if self.key(action) not in node.children]
             node = self.step(node, new[0] if new else actions[0])
@@ -183,7 +176,7 @@ class Explorer:
             draws = 1
         if not node.done and node.cut is None:  # its limit, where the demonstration goes on
             self.env.restore(node.snapshot)
-            node.cut = self.env.outcome(self.env.reward_if_cut(), done=True)
+            node.cut = self.env.reward_if_cut()
         return branch
 
     def add_demonstration(self, root: Node, actions: Sequence[str] | None) -> list[Node]:
@@ -220,7 +213,7 @@ class Explorer:
         state, reward, done = node.state.act(self.env, action)
         child = self.add(node, action, state, reward, done, "policy")
         if child.depth == self.max_steps and not done:
-            child.reward, child.done = self.env.outcome(self.env.reward_if_cut(), done=True), True
+            child.reward, child.done = self.env.reward_if_cut(), True
         return child
 
     def add(
@@ -240,77 +233,59 @@ class Explorer:
 
 # --------------------------------------------------------------------------------------------- main
 
-
-def explorers_of(
-    config: Config, env: envs.TextEnv, rendering: Rendering, depth: int, tasks: list[str]
-) -> Iterator[Explorer]:
-    """An Explorer for each task."""
-    steps = config.steps or env.tree_steps
-    if isinstance(env.max_steps, int):  # else there is none, or each task has its own ("eto")
-        steps = min(steps, env.max_steps)
-    rollouts = config.rollouts or math.inf
-    for task_id in tasks:
-        explorer = Explorer(env.fork(), task_id, rendering, depth, config.width, rollouts, steps)
-        explorer.prune = config.prune
-        yield explorer
+FIELDS = ("depth", "action", "observation", "reward", "done", "source", "branch", "expert")
 
 
-def grow(
-    explorer: Explorer, demonstrations: dict[str, Demonstration] | None
-) -> Generator[Sample, list[Candidate], list[dict]]:
-    """The lines of a task's tree; of a task that a server refuses its root, which says why."""
-    try:
-        root = yield from explorer.explore(demonstrations)
-    except Refused as error:
-        (record,) = tree_records(explorer.env, explorer.task_id, explorer.root())
-        explorer.env.close()
-        return [record | {"refused": str(error)}]
+def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
+    """A tree as lines of trees.jsonl (data/README.md)."""
+    nodes = list(root.subtree())
+    number: dict[Node | None, int] = {node: i for i, node in enumerate(nodes)}
+    records: list[dict] = []
+    for i, node in enumerate(nodes):
+        record = {"task_id": task_id, "node_id": i, "parent_id": number.get(node.parent)}
+        record |= {name: getattr(node, name) for name in FIELDS}
+        if node.cut is not None:
+            record["cut"] = node.cut
+        records.append(record)
+    records[0] |= {"env": env.name, "task": root.state.task}
+    records[0] |= {"messages": root.state.dump(), "nodes": len(nodes)}
+    return records
+
+
+async def grow(explorer: Explorer, known: dict[str, Demonstration] | None) -> list[dict]:
+    """The lines of a task's tree."""
+    root = await explorer.explore(known)
     return tree_records(explorer.env, explorer.task_id, root)
-
-
-def tell(path: Path, counts: dict[str, Any]) -> None:
-    mean = f"mean reward {counts['mean_leaf_reward']:.3f} of {counts['leaves']} leaves of the agent"
-    print(f"{path}: {counts['trees']} trees, {counts['nodes']} nodes, {mean}")
-    if refused := counts["refused_tasks"]:
-        warn(f"{refused} of these tasks are refused: their trees are their roots alone")
-    if failed := counts["failed_demonstrations"]:
-        print(f"{failed} demonstrations earned nothing, or not what is recorded: of other tasks?")
 
 
 def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
     env = envs.from_config(config)
     sft = find_or_make(config.sft, "sft", "sft", config)
-    depth = env.tree_depth if config.depth is None else config.depth
+    expert, known = demonstrations.by_task(config.expert, sft, env)
+    order = env.task_ids("train")
     if config.tasks == "cloned":
-        order = published.cloned_tasks(env, config.expert, sft)
+        order = [task for task in order if task in known]
     else:  # from the far end of the list, where the agent has seen the fewest demonstrations
-        order = env.task_ids("train")[::-1]
-    tasks = order[: config.limit] if config.limit else order
-    inputs: Inputs = {"sft": sft, "expert": None}
-    demonstrations = None
-    if not config.no_expert:
-        named = config.expert
-        inputs["expert"], demonstrations = published.demonstrations_for(env, tasks, named, sft)
-    recipe = recipe_of(config.recipe() | env.settings | settled(config) | {"depth": depth}, inputs)
+        order.reverse()
+    tasks = order[: config.limit or None]
+
+    inputs: Inputs = {"sft": sft, "expert": None if config.no_expert else expert}
     path = config.out or config.run / "trees.jsonl"
-    trees = Output(path, config, recipe, inputs, itemgetter("task_id"))
-    todo = trees.todo(tasks)
-    tokens = None  # unknown if an earlier call or another process made some of the trees
-    if todo:
+    trees = Output(path, config, config.recipe() | env.settings, inputs, itemgetter("task_id"))
+    if todo := trees.todo(tasks):
         agent = load_agent(sft, config, env)
-        explorers = explorers_of(config, env, agent.chat.rendering, depth, todo)
-        growing = (grow(explorer, demonstrations) for explorer in explorers)
+        depth = env.tree_depth if config.depth is None else config.depth
+        steps = config.steps or env.tree_steps
+        limits = depth, config.width, config.rollouts or math.inf, steps, config.prune
+        rendering = agent.chat.rendering
+        explorers = (Explorer(env.fork(), task, rendering, *limits) for task in todo)
+        growing = (grow(explorer, None if config.no_expert else known) for explorer in explorers)
         groups = drive(growing, {Sample: agent.sample}, config.in_flight or env.side_by_side)
-        trees.grow(groups, "trees", len(todo))
-        tokens = agent.computed if len(todo) == len(tasks) else None
-    trees.read()
-    records = trees.records
-    counts = tree_metrics(records) | published.failures(records, demonstrations or {})
-    grown = {*tasks, *trees.groups}  # more than --limit, if it was larger
-    planned = [task for task in order if task in grown]
-    trees.finish(planned, tasks=planned, **counts, tokens=tokens)
-    tell(path, counts)
+        trees.write(groups, "trees", len(todo))
+    counts = tree_metrics(trees.records)
+    trees.finish(tasks, tasks=list(trees.groups), **counts)
+    print(f"{path}: {counts}")
 
 
 if __name__ == "__main__":

@@ -1,83 +1,83 @@
 """The environments behind one `gymnasium.Env` interface (paper, App. A.2).
 
     env = envs.make("webshop", data=DIR, max_steps=None)  # None: no limit
-    obs, info = env.reset(options={"task_id": t})  # t of env.task_ids("train"); or split and index
+    obs, info = env.reset(options={"task_id": t})  # t of env.task_ids("train")
     obs, info = env.reset(seed=0)  # any task of `env.split`
     obs, reward, terminated, truncated, info = env.step("click[buy now]")
     s = env.snapshot(); env.restore(s)
     for thought, action in env.expert(t): ...  # the caller steps `env` with each action
 
 An action is the executable part of a ReAct step, an observation the engine's answer. The reward is
-the *outcome*: it arrives with the step that ends the episode and is 0 before. `info` always holds
+the *outcome*: it arrives with the step that ends the episode, from 0 to 1, and is 0 before. `info`
+always holds
 
     task_id         the id given to reset
     task            the instruction sentence, e.g. "i need a red shirt, and price lower than ..."
     valid_actions   the executable actions that the environment would act on now, in a fixed order
-    known           after a step: whether the environment knew its action
 
 and what the engine itself reports (`clickables`, `admissible_commands`, `won`, ...).
+`environments.check` plays the rules of docs/environment.md in your own, at its first use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
+import inspect
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 
-from environments import code_of, contents_of, fair_order
-from environments.guard import (
-    Guarded,
-    build,
-    check_forks,
-    checked_limit,
-    class_named,
-    describe_options,
-    options_of,
-)
+from environments import AnyText, contents_of, fair_order
 from environments.hooks import Hooks
-from environments.rules import check
-from environments.spaces import AnyText
-from qlass.config import MORE_HELP, Run, begun_with
-from qlass.files import warn
+from qlass import UserError
+from qlass.settings import Run, read_run
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
 
-class TextEnv(Guarded, Hooks, gymnasium.Env):
+class TextEnv(Hooks, gymnasium.Env):
     """What every stage relies on; each environment overrides the part below the line.
 
-    `Guarded` stands between a class and its callers; `Hooks` are what experiments and tables ask.
+    `Hooks` are what experiments and tables ask.
     """
 
     name = ""  # by default that of its class, in small letters
     version = "0"  # of its rules and rewards: raise it when an outcome changes
     instruction = ""  # the first user message: what the environment is and how to answer
     agreement = "OK"  # the agent's answer to it; empty: the task is in the same message
-    system = ""  # a system message before it
     prefix = "Observation: "  # stands before every observation but the first, as in ETO
     max_steps: int | None = 40  # inference (App. A.2)
     tree_steps = 18  # exploration trees
     tree_depth = 8  # D of Algorithm 2
-    demonstrations = 1350  # for the tiny model; few enough that it errs
     side_by_side = 1  # forks open at once: more only if they share nothing that changes
     markov = False  # instruction and last observation say all that there is to know
     split = "train"  # from which a reset draws that names no task
-    known = True  # whether it knew the last action
 
     def __init__(
         self, max_steps: int | None = UNSET, instruction: str | Path | None = None
     ) -> None:
         """max_steps: None for no limit. instruction: a file with another first user message."""
+        self.name = self.name or type(self).__name__.lower()
         if max_steps is not UNSET:
-            self.max_steps = checked_limit(self.name, max_steps)
+            self.max_steps = max_steps
         if instruction:
             self.instruction = Path(instruction).read_text(encoding="utf-8-sig")
         self.observation_space = self.action_space = AnyText(20)
         self.steps = 0
         self.settings: dict[str, Any] = {}  # what a recipe tells of it, from `from_config`
+
+    def task_of(self, seed: int | None, options: dict | None) -> str:
+        """The task that a reset's options name or, if they name none, one of `split` by chance."""
+        super().reset(seed=seed)
+        if options and "task_id" in options:
+            return str(options["task_id"])
+        tasks = self.split_ids(self.split)
+        return tasks[self.np_random.integers(len(tasks))]
 
     def instruct(self, instruction: str) -> None:
         """Begin with another first user message."""
@@ -96,17 +96,13 @@ class TextEnv(Guarded, Hooks, gymnasium.Env):
 
         A shallow copy: each fork needs its own of what an episode changes, such as a simulator.
         """
-        other = copy.copy(self)
-        other._np_random = copy.deepcopy(self._np_random)
-        return other
+        return copy.copy(self)
 
     # ------------------------------------------------------------- what each environment overrides
 
     def split_ids(self, split: str) -> list[str]:
         """The tasks of a split, in any order; UserError if there is no such split."""
-        if type(self).task_ids is TextEnv.task_ids:
-            raise NotImplementedError("split_ids")
-        return self.task_ids(split)
+        raise NotImplementedError
 
     def task_type(self, task_id: str) -> str:
         """The kind of task, where an environment has several: tables have a row for each."""
@@ -120,17 +116,17 @@ class TextEnv(Guarded, Hooks, gymnasium.Env):
         return action
 
     def knows(self, action: str) -> bool:
-        """Whether it would act on this text now: `info["known"]` of the step."""
+        """Whether it would act on this text now."""
         valid = self.valid_actions()
         return action in valid or self.canonical(action) in map(self.canonical, valid)
 
     def snapshot(self) -> Any:
         """All that a step changes, in whatever form `restore` takes."""
-        raise NotImplementedError("snapshot")
+        raise NotImplementedError
 
     def restore(self, snapshot: Any) -> None:
         """Return to a snapshot, which stays as it is: several branches begin there."""
-        raise NotImplementedError("restore")
+        raise NotImplementedError
 
     def reward_if_cut(self) -> float:
         """What the environment pays if the episode is cut here, by a limit of steps."""
@@ -140,7 +136,7 @@ class TextEnv(Guarded, Hooks, gymnasium.Env):
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """A player that knows the task and the pages shown so far, unless it is `omniscient`."""
-        raise NotImplementedError("expert")
+        raise NotImplementedError
 
     def candidates(self) -> list[tuple[str, str]]:
         """(thought, action) of every valid action in the state at hand, for `--candidates valid`.
@@ -151,7 +147,7 @@ class TextEnv(Guarded, Hooks, gymnasium.Env):
 
     def valid_actions(self) -> list[str]:
         """Every action that would be acted on now, each once, in a fixed order."""
-        raise NotImplementedError("valid_actions")
+        raise NotImplementedError
 
 
 # ----------------------------------------------------------------------------------- the registry
@@ -170,44 +166,44 @@ for _name, _class in ENVIRONMENTS.items():  # gymnasium.make("envs:qlass/WebShop
 
 def environment_class(name: str) -> type[TextEnv]:
     """The class of an environment by its name, or by MODULE:CLASS for one of your own."""
-    return class_named(name, ENVIRONMENTS, TextEnv)
+    module, _, kind = ENVIRONMENTS.get(name, name).partition(":")
+    try:
+        return getattr(importlib.import_module(module), kind)
+    except (ImportError, AttributeError) as error:
+        choice = f"there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
+        raise UserError(f"--env {name}: {error}; {choice}") from error
 
 
-MORE_HELP.append(lambda name: describe_options(name, environment_class(name)))
-
-CHECKED = set(ENVIRONMENTS)  # by tests; others are checked at their first use
-
-
-def make(name: str, **options: Any) -> TextEnv:
+def make(name: str, split: str = "train", **options: Any) -> TextEnv:
     """Build an environment by name; options are those of its class (`data`, `max_steps`, ...).
 
     split: from which every reset draws that names no task.
     """
-    env = build(name, environment_class(name), options)
-    if name not in CHECKED:
-        check(env)
-        CHECKED.add(name)
+    env = environment_class(name)(**options)
+    env.split = split
     return env
 
 
 def from_config(config: Run, **options: Any) -> TextEnv:
     """The environment of --env and --env-option; `options` are the command's own (`max_steps`).
 
-    Its `settings` are what a recipe tells of it: the options, also those that the surroundings set,
-    the content of the files that they name, and the version of its rules.
+    Its `settings` are what a recipe tells of it. A class of your own is checked at its first use.
     """
-    texts, named = options_of(environment_class(config.env), list(config.env_option), options)
-    files = contents_of(named)
-    if begun_with(config.run).get("env_files", files) != files:
-        warn(f"{config.run} was begun with other files than --env-option names now: put them back")
-    env = make(config.env, **named, **options)
-    env.settings = {
-        "env": config.env,
-        "env_option": texts,
-        "env_files": files,
-        "env_version": env.version,
-    }
-    if config.env not in ENVIRONMENTS:
-        env.settings["env_code"] = code_of(type(env))
-        check_forks(env, getattr(config, "in_flight", None))
+    parameters = inspect.signature(environment_class(config.env)).parameters
+    for option in config.env_option:
+        name, _, value = option.partition("=")
+        if name not in parameters:
+            raise UserError(f"--env-option {option}: its options are {', '.join(parameters)}")
+        options[name] = value
+        if not isinstance(parameters[name].default, str):  # a number, true, false or null
+            with contextlib.suppress(json.JSONDecodeError):
+                options[name] = json.loads(value)
+    env = make(config.env, **options)
+    if config.env not in ENVIRONMENTS and read_run(config.run).get("env") != config.env:
+        from environments.check import check
+
+        check(make(config.env, **options))
+    files = contents_of(options)
+    env.settings = {"env": config.env, "env_option": config.env_option, "env_files": files}
+    env.settings["env_version"] = env.version
     return env

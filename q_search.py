@@ -1,9 +1,9 @@
 """Stage 5: Q-guided generation (Sec. 4.4, Alg. 4), and the paper's other ways to act.
 
-    python q_search.py --env webshop --method qlass -M 2 -N 1
-
     reads   RUN/sft/ (the agent), RUN/qnet/ (where a method asks for Q)
     writes  RUN/results.jsonl: a line per task and method, with each step's candidates and their Q
+
+    python q_search.py --env webshop --method qlass -M 2 -N 1
 
 One loop plays all methods: sample M actions, score them, take the best, step. It plays N episodes,
 of which one counts.
@@ -23,28 +23,25 @@ Nothing else here sees the reward. `python -m experiments.compare` plays all met
 
 from __future__ import annotations
 
-# qlass comes first: it says in one line which packages are missing.
-from qlass import results  # isort: skip
-
 import dataclasses
 import math
-from collections.abc import Generator, Iterable
-from itertools import product
+import time
+from collections.abc import Iterable, Sequence
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import arg
 
 import envs
-from qlass.agent import load_agent
-from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask
+from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
-from qlass.config import Natural, Positive, Sampling, free, is_url, read, run_stage
-from qlass.leaks import check_qnet
 from qlass.messages import State, parse_action, uniforms
-from qlass.results import Episode, Step, costs_of, describe
-from qlass.runs import find_or_make
-from train_qnet import load_qnet
+from qlass.outputs import Inputs, Output, find_or_make
+from qlass.policy import load_agent
+from qlass.results import Episode, Step, costs_of, describe, identity, leaks, protocol
+from qlass.settings import Sampling, read, run_stage, runtime
+from train_qnet import QNet, scorer
 
 # What scores the candidates of each method.
 METHODS = {
@@ -65,20 +62,22 @@ class Config(Sampling):
     stage: ClassVar[str] = "q_search"
     plays_elsewhere: ClassVar[bool] = True
 
-    method: tuple[Name, ...] = free(("qlass",))  # one or more
-    M: Annotated[tuple[Positive, ...], arg(aliases=["-M"])] = free((2,))  # candidates per step
-    N: Annotated[tuple[Positive, ...], arg(aliases=["-N"])] = free(())  # episodes (1; best_of_n: 4)
-    select: Literal["q", "oracle"] = free("q")  # which of N episodes counts
+    method: tuple[Name, ...] = runtime(("qlass",))  # one or more
+    M: Annotated[tuple[int, ...], arg(aliases=["-M"])] = runtime((2,))  # candidates per step
+    N: Annotated[tuple[int, ...], arg(aliases=["-N"])] = runtime(())  # episodes (1; best_of_n: 4)
+    select: Literal["q", "oracle"] = runtime("q")  # which of N episodes counts
     distinct: bool = False  # draw until M actions differ, 3M times at most
-    show: bool = free(False)  # only print an episode with choices, and greedy's way beside it
-    split: str = free("test")  # tasks to play
-    limit: Natural = free(0)  # number of tasks (0: all)
-    skip: Natural = free(0)  # leave out the first tasks
-    sft: Path | None = free(None)  # the agent's checkpoint (RUN/sft, made if missing)
-    qnet: str | None = free(None)  # folder, or URL[#MODEL] of a server (RUN/qnet, made if missing)
-    out: Path | None = free(None)  # RUN/results.jsonl; its lines are not played again
+    show: bool = runtime(False)  # only print an episode with choices, and greedy's way beside it
+    split: str = runtime("test")  # tasks to play
+    limit: int = runtime(0)  # number of tasks (0: all)
+    skip: int = runtime(0)  # leave out the first tasks
+    sft: Path | None = runtime(None)  # the agent's checkpoint (RUN/sft, made if missing)
+    qnet: str | None = runtime(
+        None
+    )  # folder, or URL[#MODEL] of a server (RUN/qnet, made if missing)
+    out: Path | None = runtime(None)  # RUN/results.jsonl; its lines are not played again
     label: str | None = None  # a variant's name, kept in each line
-    max_steps: Positive | None = None  # the environment's
+    max_steps: int | None = None  # the environment's
 
 
 # -------------------------------------------------------------------------------------- the methods
@@ -98,43 +97,24 @@ class Method:
     distinct: bool = False  # draw until M actions differ, 3M times at most
     seed: int = 0  # of chance
 
-    def play(
-        self, env: envs.TextEnv, task_id: str, chat: Chat, played: dict[tuple, Episode]
-    ) -> Generator[Any, Any, dict]:
-        """Algorithm 4. Returns the outcome, as a result line tells it.
-
-        played: episodes in which nothing scores actions; such methods (sample, best-of-N) share
-        them.
-        """
+    async def play(self, env: envs.TextEnv, task_id: str, chat: Chat) -> dict:
+        """Algorithm 4. Returns the outcome, as a result line tells it."""
         episodes = []
         for trial in range(self.N):  # lines 1-2
-            episodes.append((yield from self.shared_episode(env, task_id, trial, chat, played)))
-        best = yield from choose_episode(episodes, self.select)  # line 11
+            episodes.append(await episode(env, task_id, self, trial, chat.rendering))
+        best = await choose_episode(episodes, self.select)  # line 11
         return self.outcome(chat, best, episodes)
 
-    def shared_episode(
-        self, env: envs.TextEnv, task_id: str, trial: int, chat: Chat, played: dict[tuple, Episode]
-    ) -> Generator[Any, Any, Episode]:
-        """An episode, perhaps one that another method has played."""
-        key = (task_id, trial, self.temperature)
-        if self.by is None and key in played:
-            return played[key]
-        steps = yield from episode(env, task_id, self, trial, chat.rendering)
-        if self.by is None:
-            played[key] = steps
-        return steps
-
     def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:
+        """What a result line tells of all episodes, of which the best counts."""
         return describe(best, episodes, costs_of(chat, episodes, self.read_by_qnet))
 
-    def scores(
-        self, state: State, actions: list[str], key: tuple
-    ) -> Generator[Any, Any, list[float]]:
+    async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
         """The score of each candidate of step `key` (task, episode, step); a model is asked."""
         if self.by == "q":
-            return (yield Score(state, tuple(actions)))  # Q(s, a)
+            return await Score(state, tuple(actions))  # Q(s, a)
         if self.by == "likelihood":  # of the whole text, even if only valid ones are drawn
-            return (yield LogProb(state, tuple(actions)))  # log pi(a | s)
+            return await LogProb(state, tuple(actions))  # log pi(a | s)
         if self.by == "chance":
             return list(uniforms(len(actions), "random", self.seed, *key))
         return [math.nan] * len(actions)  # null in the file: the first is taken
@@ -183,39 +163,41 @@ def methods_of(name: str, config: Config) -> list[Method]:
 # -------------------------------------------------------------------------------------- Algorithm 4
 
 
-def episode(
+async def episode(
     env: envs.TextEnv, task_id: str, method: Method, trial: int, rendering: Rendering
-) -> Generator[Any, Any, Episode]:
-    """One episode (lines 3-10). It yields requests to the models."""
+) -> Episode:
+    """One episode (lines 3-10)."""
     observation, info = env.reset(options={"task_id": task_id})
     state = State.first(env, observation, info)  # line 3
     steps: Episode = []
     done = False
     while not done:  # line 4
         key = (task_id, trial, len(steps))  # the same for all methods: paired differences
-        drawn = yield from draw(env, state, method, key, rendering)  # lines 5-6
-        candidates = distinct_actions(env, [c.text for c in drawn])[: method.M]
-        scores = yield from method.scores(state, candidates, key)  # line 7: Q(s, a)
+        samples = await draw(env, state, method, key, rendering)  # lines 5-6
+        candidates = distinct_actions(env, [sample.text for sample in samples])[: method.M]
+        scores = await method.scores(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
+        known = env.knows(parse_action(action))
         after, reward, done = state.act(env, action)  # line 9
-        outcome = action, after.observation, reward, env.known
-        steps.append(Step(state, drawn, candidates, scores, *outcome))
+        outcome = action, after.observation, reward, known
+        steps.append(Step(state, samples, candidates, scores, *outcome))
         state = after  # line 10
     return steps
 
 
-def draw(
+async def draw(
     env: envs.TextEnv, state: State, method: Method, key: tuple, rendering: Rendering
-) -> Generator[Sample, list[Candidate], list[Candidate]]:
+) -> list[Candidate]:
     """M samples of the agent. With `distinct` up to 2M more, until M actions differ."""
-    drawn = yield ask(env, state, method.M, key, rendering, method.temperature)
+    samples = await ask(env, state, method.M, key, rendering, method.temperature)
     rounds = 3 if method.distinct else 1
     for _ in range(1, rounds):
-        if len(distinct_actions(env, [c.text for c in drawn])) >= method.M:
+        if len(distinct_actions(env, [sample.text for sample in samples])) >= method.M:
             break
-        noise = (*key, len(drawn))  # the same key would draw the same
-        drawn = drawn + (yield ask(env, state, method.M, noise, rendering, method.temperature))
-    return drawn
+        noise = (*key, len(samples))  # the same key would draw the same
+        more = await ask(env, state, method.M, noise, rendering, method.temperature)
+        samples = samples + more
+    return samples
 
 
 def distinct_actions(env: envs.TextEnv, actions: Iterable[str]) -> list[str]:
@@ -226,14 +208,15 @@ def distinct_actions(env: envs.TextEnv, actions: Iterable[str]) -> list[str]:
     return list(first.values())
 
 
-def choose_episode(episodes: list[Episode], by: str | None) -> Generator[Any, Any, Episode]:
+async def choose_episode(episodes: list[Episode], by: str | None) -> Episode:
     """The episode that counts (line 11)."""
     values = [0.0] * len(episodes)
-    if by == "q":  # the last action's Q speaks for the episode
-        scores = yield [Score(steps[-1].state, (steps[-1].action,)) for steps in episodes]
-        values = [q for (q,) in scores]
-    elif by == "oracle":
-        values = [steps[-1].reward for steps in episodes]
+    for i, steps in enumerate(episodes):
+        last = steps[-1]
+        if by == "q":  # the last action's Q speaks for the episode
+            (values[i],) = await Score(last.state, (last.action,))
+        elif by == "oracle":
+            values[i] = last.reward
     return episodes[values.index(max(values))]
 
 
@@ -241,41 +224,87 @@ def choose_episode(episodes: list[Episode], by: str | None) -> Generator[Any, An
 
 
 def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:
-    """The environment that the settings name, and the tasks to play in it."""
+    """The environment, and the tasks to play."""
     options = {"max_steps": config.max_steps} if config.max_steps else {}
     env = envs.from_config(config, **options)
-    tasks = env.task_ids(config.split)[config.skip :]
-    return env, tasks[: config.limit] if config.limit else tasks
+    return env, env.task_ids(config.split)[config.skip :][: config.limit or None]
 
 
-def load(
-    config: Config, env: envs.TextEnv, with_q: bool
-) -> tuple[Chat, Models, dict[str, Path | None]]:
+def load(config: Config, env: envs.TextEnv, with_q: bool) -> tuple[Chat, Models, Inputs]:
     """The agent's Chat, what answers requests, and the checkpoints that do."""
-    models: Models = {}
-    inputs: dict[str, Path | None] = {}
-    sft = inputs["sft"] = find_or_make(config.sft, "sft", "sft", config)
-    if with_q:
-        named = Path(config.qnet) if config.qnet else None
-        served = None
-        if config.qnet and is_url(config.qnet):
-            from qlass.optional import served_qnet
-
-            served, named = served_qnet.load(config.qnet, config)
-        qnet = inputs["qnet"] = find_or_make(named, "train_qnet", "qnet", config)
-        check_qnet(qnet, sft, config.env)
-        models[Score] = (served or load_qnet(qnet, config)).score
+    sft = find_or_make(config.sft, "sft", "sft", config)
     agent = load_agent(sft, config, env)
-    return agent.chat, models | {Sample: agent.sample, LogProb: agent.likelihoods}, inputs
+    models: Models = {Sample: agent.sample, LogProb: agent.likelihoods}
+    inputs: Inputs = {"sft": sft}
+    if with_q and config.qnet and "://" in config.qnet:
+        from qlass.served import ServedQNet
+
+        served = ServedQNet(config.qnet, config)
+        models[Score], inputs["qnet"] = served.score, served.folder
+    elif with_q:
+        named = Path(config.qnet) if config.qnet else None
+        qnet = inputs["qnet"] = find_or_make(named, "train_qnet", "qnet", config)
+        reader = scorer(QNet.from_pretrained(qnet, config), config.plain, config.cache_gb)
+        models[Score] = reader.score
+    return agent.chat, models, inputs
+
+
+def evaluate(
+    config: Any,
+    env: envs.TextEnv,
+    tasks: list[str],
+    plan: Sequence[Any],
+    chat: Chat | None,
+    models: Models,
+    inputs: Inputs,
+) -> None:
+    """Play the tasks by each method of the plan: a line of results.jsonl as each ends.
+
+    A method has `settings()`, which tell it apart, its text, and `play`: from an environment, a
+    task and the agent's Chat a coroutine, which returns the outcome. inputs: agent, QNet, and what
+    else results are made from.
+    """
+    path = config.out or config.run / "results.jsonl"
+    out = Output(path, config, config.recipe() | env.settings, inputs, identity)
+    shared = {"env": env.name, "split": config.split, "label": config.label}
+
+    async def line_of(method: Any, task_id: str) -> list[dict]:
+        start, fork = time.time(), env.fork()
+        outcome = await method.play(fork, task_id, chat)
+        fork.close()
+        line = {"task_id": task_id, "type": env.task_type(task_id), "block": env.block(task_id)}
+        line |= shared | method.settings() | {"seed": config.seed} | outcome
+        return [line | {"seconds": round(time.time() - start, 3)}]
+
+    keys: dict[Any, dict[tuple, str]] = {}  # by method: of each result the task
+    for method in plan:
+        keys[method] = {}
+        for task_id in tasks:
+            about = {"task_id": task_id} | shared | method.settings()
+            keys[method][identity(about)] = task_id
+    for method, task_of in keys.items():
+        todo = out.todo(list(task_of))
+        lines = (line_of(method, task_of[key]) for key in todo)
+        side_by_side = config.in_flight or env.side_by_side
+        out.write(drive(lines, models, side_by_side), str(method), len(todo))
+    figures = {"leaks": leaks(env, out.records, inputs), "protocol": protocol(config, env, chat)}
+    out.finish([*chain(*keys.values())], **figures)
+    for method, task_of in keys.items():
+        rewards = [out.groups[key][0]["reward"] for key in task_of if key in out.groups]
+        mean = sum(rewards) / max(1, len(rewards))
+        print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks")
 
 
 def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
     env, tasks = environment(config)
-    names = dict.fromkeys(config.method)
-    plan = [method for name in names for method in methods_of(name, config)]
+    plan = [method for name in config.method for method in methods_of(name, config)]
     chat, models, inputs = load(config, env, any(method.needs_q for method in plan))
-    results.play(config, env, tasks, plan, chat, models, inputs)
+    if config.show:
+        from reporting.show import show
+
+        return show(config, env, tasks, plan, chat, models)
+    evaluate(config, env, tasks, plan, chat, models, inputs)
 
 
 if __name__ == "__main__":

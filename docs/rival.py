@@ -4,22 +4,19 @@ python -m docs.rival --run runs/demo -M 2 4 6     # the tasks of q_search.py; li
 """
 
 from collections import Counter
-from collections.abc import Generator
-from typing import Any
 
 import q_search
 from envs import TextEnv
 from q_search import Method, distinct_actions
-from qlass import results
 from qlass.batching import ask
 from qlass.chat import Chat
-from qlass.config import read, run_stage
 from qlass.messages import State, parse_action
 from qlass.results import Episode, Step, costs_of, describe
+from qlass.settings import read, run_stage
 
 
 class Vote(Method):
-    def play(self, env: TextEnv, task_id: str, chat: Chat, played: dict) -> Generator[Any, Any, dict]:
+    async def play(self, env: TextEnv, task_id: str, chat: Chat) -> dict:
         observation, info = env.reset(options={"task_id": task_id})
         state = State.first(env, observation, info)
         steps: Episode = []
@@ -27,14 +24,15 @@ class Vote(Method):
         while not done:
             # The key of the random numbers: with episode 0 the draws are those of the other methods' first episode.
             key = (task_id, 0, len(steps))
-            drawn = yield ask(env, state, self.M, key, chat.rendering)  # a ~ pi(a | s), M times
+            drawn = await ask(env, state, self.M, key, chat.rendering)  # a ~ pi(a | s), M times
             texts = [candidate.text for candidate in drawn]
             votes = Counter(env.canonical(parse_action(text)) for text in texts)
             candidates = distinct_actions(env, texts)
             scores = [votes[env.canonical(parse_action(text))] for text in candidates]
             action = candidates[scores.index(max(scores))]
+            known = env.knows(parse_action(action))
             after, reward, done = state.act(env, action)
-            steps.append(Step(state, drawn, candidates, scores, action, after.observation, reward, env.known))
+            steps.append(Step(state, drawn, candidates, scores, action, after.observation, reward, known))
             state = after
         episodes = [steps]  # all that were played: each costs tokens and steps, also one that is thrown away
         return describe(steps, episodes, costs_of(chat, episodes, self.read_by_qnet))
@@ -45,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     env, tasks = q_search.environment(config)
     plan = [Vote("vote", M=m) for m in config.M]
     chat, models, inputs = q_search.load(config, env, with_q=any(method.needs_q for method in plan))
-    results.play(config, env, tasks, plan, chat, models, inputs)
+    q_search.evaluate(config, env, tasks, plan, chat, models, inputs)
 
 
 if __name__ == "__main__":

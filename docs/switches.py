@@ -26,8 +26,7 @@ class Switches(TextEnv):
         return [task for i, task in enumerate(TASKS) if i % 10 in bounds[split]]
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        super().reset(seed=seed)
-        self.task_id = options["task_id"]
+        self.task_id = self.task_of(seed, options)
         if self.task_id not in TASKS:
             raise UserError(f"switches: unknown task {self.task_id!r}: write e.g. {TASKS[-1]}")
         self.wanted = frozenset(self.task_id.split("-"))

@@ -1,7 +1,7 @@
 """Learners, searches and studies beside the paper's methods. Each is a module with a command line."""
 
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
 import envs
@@ -12,15 +12,15 @@ if not hasattr(envs, "TextEnv"):  # `python -m` looks for modules where it is st
     sys.exit(2)
 
 
-def drive_in_order(generators: Iterable[Generator], models: Models, width: int = 64) -> Iterator[Any]:
-    """What `drive` yields, in the order of the generators."""
+def drive_in_order(players: Iterable[Coroutine], models: Models, width: int = 64) -> Iterator[Any]:
+    """What `drive` yields, in the order of the players."""
 
-    def numbered(number: int, generator: Generator) -> Generator:
-        return number, (yield from generator)
+    async def numbered(number: int, player: Coroutine) -> tuple[int, Any]:
+        return number, await player
 
     early: dict[int, Any] = {}  # what has ended before one in front of it
     following = 0
-    for number, value in drive((numbered(*pair) for pair in enumerate(generators)), models, width):
+    for number, value in drive((numbered(*pair) for pair in enumerate(players)), models, width):
         early[number] = value
         while following in early:
             yield early.pop(following)

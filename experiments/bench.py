@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from transformers import AutoModelForCausalLM
 
 import build_trees
 import envs
@@ -39,16 +38,16 @@ from experiments import drive_in_order
 from qlass import UserError
 from qlass.batching import Sample, Score, ask
 from qlass.chat import Chat, Rendering
-from qlass.config import Positive, parse, run_stage
+from qlass.demonstrations import demonstrate
 from qlass.fast.decode import FastPolicy
 from qlass.messages import State, react
-from qlass.models import load_checkpoint
+from qlass.models import load as load_model
 from qlass.pairs import Pairs, pairs_of
 from qlass.policy import Policy
-from qlass.published import demonstrate
+from qlass.settings import Sampling, parse, run_stage
 from qlass.tiny import AIDS, tiny_model
 from qlass.training import micro_batches
-from train_qnet import QNet, groups_of, loss_of, scorer
+from train_qnet import QNet, loss_of, parts_of, scorer
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 TEXT = 17  # tokens of a demonstration's mean action
@@ -61,7 +60,7 @@ Part = Literal["sampling", "trees", "qnet", "webshop", "alfworld"]
 class Config:
     only: tuple[Part, ...] = get_args(Part)  # parts to time
     model: str | None = None  # checkpoint of `sampling` (a tiny random Llama)
-    repeats: Positive = 3  # of `sampling`
+    repeats: int = 3  # of `sampling`
     webshop_data: str | None = None  # WebShop's own files (the bundled catalogue)
     alfworld_data: str | None = None  # ALFWorld's games ($ALFWORLD_DATA, else bundled ones)
 
@@ -118,7 +117,7 @@ def three_cases(path: str | None, data: str | None, repeats: int) -> Iterator[st
     for name, env, episodes, skip in (*cases, ("valid actions, WebShop", shop, 8, 4)):
         candidates = name.split()[0]
         if path:
-            model, chat = load_checkpoint(path, AutoModelForCausalLM, plain=True)
+            model, chat = load_model(path, Sampling(plain=True))
             episodes //= 8
         else:
             model, chat = random_agent(env, candidates)
@@ -160,7 +159,7 @@ def trees(n: int = 64, few: int = 4) -> Iterator[str]:
 def epoch(net: QNet, trees: list[Pairs], plain: bool) -> int:
     """Leaves the gradient of all pairs in the net. Returns the tokens that went through it."""
     config = train_qnet.Config(plain=plain, max_tokens=1024)
-    groups = groups_of(net.chat, trees, config)
+    groups = [part for tree in trees for part in parts_of(net.chat, tree, config)]
     for portion in micro_batches(groups, lambda group: group.tokens, 1 if plain else 2048):
         loss_of(net, portion, config).backward()
     return sum(group.tokens for group in groups)
@@ -231,7 +230,7 @@ def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) ->
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse(Config, argv, doc=__doc__)
+    config = parse(Config, __doc__, argv)
     torch.set_num_threads(1)
     parts: dict[str, Callable[[], Iterable[str]]] = {
         "sampling": partial(three_cases, config.model, config.webshop_data, config.repeats),

@@ -11,23 +11,26 @@ weight --observation-loss. The loss of the agent's own tokens is Eq. (5). docs/d
 
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
+import envs
 import sft
+from qlass import demonstrations, models
 from qlass.chat import Chat
-from qlass.config import Real, read, run_stage
+from qlass.demonstrations import Demonstration
 from qlass.messages import State
-from qlass.published import Demonstration
+from qlass.policy import QUESTION, Policy
+from qlass.settings import read, run_stage
+from qlass.training import Training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(sft.Config):
-    observation_loss: Real = 1.0  # weight of a token of the environment's answers
+    observation_loss: float = 1.0  # weight of a token of the environment's answers
 
 
 @dataclasses.dataclass
@@ -86,7 +89,25 @@ def loss_of(model: Any, examples: list[Example]) -> torch.Tensor:
 
 def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
-    sft.clone(config, partial(examples_of, weight=config.observation_loss), loss_of)
+    env = envs.from_config(config)
+    path = config.expert or demonstrations.collect(env, config)
+    expert = demonstrations.read(path, env, config.n_expert)
+    out = config.out or config.run / "sft"
+    log = Training(out, config, env.settings, {"expert": path})
+    if log.complete:
+        return
+    model, chat = sft.load(config, env, expert)
+    limit = int(min(config.max_tokens, chat.context))
+    parts = sft.hold_out(expert)
+    learned = list(examples_of(chat, parts[0], limit, config.observation_loss))
+    adapter = models.prepare_training(model, config)
+    sft.train(model, learned, list(sft.examples_of(chat, parts[1], limit)), config, log, loss_of)
+    log.load_best()
+    log.finish(
+        lambda: models.save(model, chat, out, config, adapter),
+        tasks=sorted({str(tau.task_id) for tau in expert}),
+        fingerprint=Policy(model, chat).likelihoods([QUESTION])[0],
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ wording of the task (App. A.3.2, experiments/paraphrase.py).
 
 import dataclasses
 import math
-from collections.abc import Generator
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
@@ -27,12 +26,12 @@ import q_search
 from experiments.belief import imagine
 from experiments.paraphrase import paraphrased, prompt_tokens
 from q_search import Method, methods_of
-from qlass import UserError, results
+from qlass import UserError
 from qlass.batching import Sample, Score
 from qlass.chat import Chat
-from qlass.config import Natural, Positive, flag, free, read, run_stage
 from qlass.messages import State, parse_action, react
 from qlass.results import Episode, Step, describe
+from qlass.settings import read, run_stage, runtime
 
 PLAYERS = ("rule", "expert", "oracle")
 # By what they score, where the episode goes on, and in how many drawn worlds (0: in the true one).
@@ -46,9 +45,9 @@ Name = Literal[q_search.Name, Searches, "rule", "expert", "oracle", "all"]
 class Config(q_search.Config):
     """q_search.py's settings, and whose wordings the agent reads."""
 
-    method: tuple[Name, ...] = free(("all",))  # one or more of the table above
-    M: Annotated[tuple[Positive, ...], arg(aliases=["-M"])] = free(())  # candidates (2; with all: 2 4 6)
-    paraphrase: Natural | None = None  # wordings of a task, one for each candidate (0: all different)
+    method: tuple[Name, ...] = runtime(("all",))  # one or more of the table above
+    M: Annotated[tuple[int, ...], arg(aliases=["-M"])] = runtime(())  # candidates (2; with all: 2 4 6)
+    paraphrase: int | None = None  # wordings of a task, one for each candidate (0: all different)
     paraphrase_server: str | None = None  # a chat server that words tasks, in place of rules
 
 
@@ -57,7 +56,8 @@ def refuse_unused(config: q_search.Config, *names: str) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(q_search.Config)}
     for name in names:
         if getattr(config, name) != defaults[name]:
-            raise UserError(f"{flag(name)}: this search has no use for it; leave it out")
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag}: this search has no use for it; leave it out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Variant(Method):
     env: Any = dataclasses.field(default=None, compare=False)  # of the episode: `play` fills it in
     looks: bool = False  # it steps every candidate, which costs environment steps
 
-    def play(self, env: envs.TextEnv, task_id: str, chat: Chat, played: dict) -> Generator[Any, Any, dict]:
+    async def play(self, env: envs.TextEnv, task_id: str, chat: Chat) -> dict:
         if self.env is None:
             method = dataclasses.replace(self, env=env)
-            return (yield from method.play(env, task_id, chat, played))
-        return (yield from super().play(env, task_id, chat, played))
+            return await method.play(env, task_id, chat)
+        return await super().play(env, task_id, chat)
 
     def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:
         outcome = super().outcome(chat, best, episodes)
@@ -94,8 +94,8 @@ class Oracle(Variant):
 
     drawn: int = 0  # worlds that agree with what was seen, over which it takes the mean; 0: the true world
 
-    def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
-        q = (yield Score(state, tuple(actions))) if self.by == "q" else [None] * len(actions)
+    async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
+        q = await Score(state, tuple(actions)) if self.by == "q" else [None] * len(actions)
         worlds = [imagine(self.env, *key, number) for number in range(self.drawn)] or [self.env]
         values = [[ahead(world, state, *pair) for pair in zip(actions, q, strict=True)] for world in worlds]
         return list(map(fmean, zip(*values, strict=True)))
@@ -116,8 +116,8 @@ def ahead(env: envs.TextEnv, state: State, action: str, otherwise: float | None 
 class Untried(Variant):
     """A search that takes a candidate untried since the last page that was new when it came, if there is one."""
 
-    def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
-        scores = yield from super().scores(state, actions, key)
+    async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
+        scores = await super().scores(state, actions, key)
         pages = [content for role, content in state.messages if role == "user"]
         turns = [content for role, content in state.messages if role == "assistant"]  # the first is "OK"
         newest = max(i for i, page in enumerate(pages) if page not in pages[:i])
@@ -129,8 +129,7 @@ class Untried(Variant):
 class Player(Variant):
     """One of the environment's own players, which draw nothing."""
 
-    def play(self, env: envs.TextEnv, task_id: str, chat: Chat, played: dict) -> Generator[Any, Any, dict]:
-        yield from ()  # it asks no model
+    async def play(self, env: envs.TextEnv, task_id: str, chat: Chat) -> dict:
         steps = self.episode(env, task_id)
         return describe(steps, [steps], {"tokens": {"prompt": 0, "generated": 0, "scored": 0}})
 
@@ -226,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
         if config.paraphrase is not None or config.paraphrase_server:
             models[Sample] = paraphrased(models[Sample], env, config.paraphrase, config.paraphrase_server)
             plan = [method if isinstance(method, Player) else under_wordings(method) for method in plan]
-    results.play(config, env, tasks, plan, chat, models, inputs)
+    q_search.evaluate(config, env, tasks, plan, chat, models, inputs)
 
 
 if __name__ == "__main__":

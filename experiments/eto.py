@@ -32,12 +32,12 @@ from q_search import Method
 from qlass import UserError
 from qlass.batching import ask
 from qlass.chat import Chat, Rendering
-from qlass.config import Positive, Real, free, read, run_stage
+from qlass.demonstrations import Demonstration, by_task
 from qlass.messages import State, replay
-from qlass.pairs import GAP, families, pairs_of, task_of
-from qlass.published import Demonstration, by_task, cloned_from
-from qlass.published import read as read_demonstrations
-from qlass.runs import Inputs, find_or_make
+from qlass.outputs import Inputs, find_or_make
+from qlass.pairs import GAP, families, pairs_of
+from qlass.records import Label
+from qlass.settings import read, run_stage, runtime
 from qlass.trees import read_trees
 
 
@@ -48,12 +48,12 @@ class Config(learning.Config):
     stage: ClassVar[str] = "eto"
 
     pairs: Literal["expert", "siblings"] = "expert"  # what is compared
-    beta: Real = 0.1  # of the DPO loss
-    batch_tasks: Positive = 100  # tasks or trees an iteration
-    epochs: Positive = 3  # passes over its pairs
-    batch: Positive = 16  # pairs an update
-    every: Positive = 1  # iterations a validation
-    labels: Path | None = free(None)  # RUN/q_labels.jsonl, made if missing
+    beta: float = 0.1  # of the DPO loss
+    batch_tasks: int = 100  # tasks or trees an iteration
+    epochs: int = 3  # passes over its pairs
+    batch: int = 16  # pairs an update
+    every: int = 1  # iterations a validation
+    labels: Path | None = runtime(None)  # RUN/q_labels.jsonl, made if missing
 
 
 class Preference(NamedTuple):
@@ -174,21 +174,18 @@ def main(argv: list[str] | None = None) -> None:
     learner = load(sft, config, env, copied=config.pairs == "siblings")
     rendering = learner.chat.rendering
     if config.pairs == "expert":
-        source, most = cloned_from(sft)
-        source = source or config.run / "expert.jsonl"
-        shown, training_tasks = read_demonstrations(source, env, most), set(env.task_ids("train"))
-        expert = by_task(shown, env)
+        (source, expert), training_tasks = by_task(None, sft, env), set(env.task_ids("train"))
         pool = [task for task, best in expert.items() if best.reward is not None and task in training_tasks]
         if not pool:
             lack = "none of its demonstrations has the id and the reward of a training task, which are compared"
             raise UserError(f"{source}: {lack}: --pairs siblings, or another --sft")
-        learned = [(demonstration.task_id, demonstration.observation) for demonstration in shown]
+        learned = list(expert)
         inputs["expert"] = source
     else:
         inputs["labels"] = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
-        trees = list(read_trees(inputs["labels"], ["q", "messages"]))
+        trees = list(read_trees(inputs["labels"], Label))
         pool = range(len(trees))
-        learned = list(map(task_of, trees))
+        learned = [tree[0]["task_id"] for tree in trees]
 
     def explored(tasks: list[str], last: dict) -> tuple[list[Preference], dict]:
         """Trajectories of the agent against the expert's, and what they cost and earned."""

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from qlass.runs import meta_of
+from qlass.outputs import meta_of
 from reporting.figures import MARKERS, STYLE, curve, place_marks
 from reporting.lineage import ancestors
 from reporting.results import Group, models_of

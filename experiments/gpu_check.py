@@ -20,13 +20,13 @@ import train_qnet
 from experiments.bench import random_agent
 from experiments.decisions import mixed_precision
 from qlass import UserError, models
-from qlass.agent import load_policy
 from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
-from qlass.config import parse, run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.messages import State
 from qlass.pairs import pairs_of
+from qlass.policy import load_policy
+from qlass.settings import parse, run_stage
 from qlass.trees import read_trees
 
 GPU = torch.cuda.is_available()
@@ -151,7 +151,7 @@ class Config:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse(Config, argv, doc=__doc__)
+    config = parse(Config, __doc__, argv)
     if config.what == "model":
         return make_model(config.run / "base")
     with open(config.run / "gpu_check.md", "w", encoding="utf-8") as page:

@@ -8,7 +8,7 @@ batches spend nothing.
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,16 +20,14 @@ import envs
 from experiments import drive_in_order
 from experiments.self_train import trajectories
 from q_search import Method
-from qlass import UserError, models, runs
-from qlass.agent import begin_as_cloned, settled
+from qlass import UserError, models, outputs
 from qlass.batching import Sample
-from qlass.chat import Chat, Rendering
-from qlass.config import Memory, Natural, Positive, Prompt, Real, free
+from qlass.chat import Chat
 from qlass.fast.decode import FastPolicy
-from qlass.files import checkpoint_folder, draft_of, locked, write_jsonl
-from qlass.leaks import learned_tasks
 from qlass.messages import uniforms
-from qlass.optional.foreign import fingerprint
+from qlass.outputs import atomic, lock, meta_of, meta_path, write_json, write_jsonl
+from qlass.policy import QUESTION, Policy, set_first_messages
+from qlass.settings import Prompt, runtime
 
 WARMUP = 4  # updates
 PATIENCE = 8  # batches that spend nothing: all trees were read, or no two trajectories differ
@@ -39,16 +37,19 @@ SPENT = {"batch": 0, "updates": 0, "tokens": 0, "env_steps": 0}  # the first lin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Memory, Prompt):
+class Config(Prompt):
     """The settings that all learners have."""
 
     name: str = ""  # of the checkpoint RUN/sft-NAME
-    sft: Path | None = free(None)  # checkpoint of the agent (RUN/sft, made if missing)
-    lr: Real = 1e-6  # learning rate, after a few updates of warm-up
-    budget: Real = free(1e6)  # what to spend
-    budget_in: Literal["tokens", "env_steps"] = free("tokens")  # each unique token counts once
-    val: Natural = 100  # validation tasks (0: all)
-    every: Positive = 4  # batches a validation
+    sft: Path | None = runtime(None)  # checkpoint of the agent (RUN/sft, made if missing)
+    lr: float = 1e-6  # learning rate, after a few updates of warm-up
+    lora: int | None = None  # train updates of this rank alone
+    optim: Literal["adamw", "adamw8bit"] = "adamw"  # moments in 32 or in 8 bits
+    gradient_checkpointing: bool = runtime(False)  # less memory, a third more time
+    budget: float = runtime(1e6)  # what to spend
+    budget_in: Literal["tokens", "env_steps"] = runtime("tokens")  # each unique token counts once
+    val: int = 100  # validation tasks (0: all)
+    every: int = 4  # batches a validation
 
 
 class Learner:
@@ -70,10 +71,10 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def drive(self, generators: Iterable[Generator], env: envs.TextEnv, seed: int, chat: Chat) -> list[Any]:
+    def drive(self, players: Iterable[Coroutine], env: envs.TextEnv, seed: int, chat: Chat) -> list[Any]:
         """What these return, whose samples the agent draws as it is now."""
         policy = FastPolicy(self.model, chat, seed)  # a new one: the last one remembers the weights before
-        return list(drive_in_order(generators, {Sample: policy.sample}, env.side_by_side))
+        return list(drive_in_order(players, {Sample: policy.sample}, env.side_by_side))
 
     def episodes(self, env: envs.TextEnv, tasks: Sequence[str], method: Method, seed: int = 0) -> list[dict]:
         """The agent's trajectories, one per task, as lines of expert.jsonl."""
@@ -86,7 +87,10 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Write the agent as a checkpoint; LoRA's updates are merged in a copy."""
-        models.save_checkpoint(self.model, self.chat, folder, copy.deepcopy(self.adapter))
+        model = copy.deepcopy(self.adapter).merge_and_unload() if self.adapter else self.model
+        with atomic(folder) as draft:
+            model.save_pretrained(draft)
+            self.chat.save(draft)
 
     def weights(self) -> list[torch.Tensor]:
         return [p.data for group in self.optimizer.param_groups for p in group["params"]]
@@ -94,7 +98,7 @@ class Learner:
     def suspend(self, path: Path, lines: list[dict]) -> None:
         """Write weights, moments and the lines so far."""
         state = {"weights": self.weights(), "moments": self.optimizer.state_dict(), "lines": lines}
-        with draft_of(path) as draft:
+        with atomic(path) as draft:
             torch.save(state, draft)
 
     def resume(self, path: Path) -> list[dict]:
@@ -110,7 +114,7 @@ def load(sft: Path, config: Config, env: envs.TextEnv, copied: bool = True) -> L
     """The agent, which is to play `env`. The reference is a copy, or itself."""
     torch.manual_seed(config.seed)
     model, chat, adapter = trainable(sft, config, AutoModelForCausalLM)
-    begin_as_cloned(env, chat.rendering, config)
+    set_first_messages(env, chat.rendering, config)
     # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
     frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
     reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model
@@ -119,8 +123,7 @@ def load(sft: Path, config: Config, env: envs.TextEnv, copied: bool = True) -> L
 
 def trainable(sft: Path, config: Config, kind: Any) -> tuple[Any, Chat, Any]:
     """`sft` as a model of class `kind` that trains as the settings ask, its Chat, and PEFT's view of LoRA's updates."""
-    how = {"train": not config.lora, "rendering": Rendering.load(sft, config)}
-    model, chat = models.load_checkpoint(sft, kind, config.device, config.load_in, **how)
+    model, chat = models.load(sft, config, train=not config.lora, kind=kind)
     adapter = models.prepare_training(model, config)
     # Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled.
     rates = ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop")
@@ -144,20 +147,20 @@ def learn(
     iterate: Callable[[dict], dict],
     config: Config,
     passes: float,
-    learned: Iterable[tuple[str | None, str | None]],
-    inputs: runs.Inputs,
+    learned: Iterable[str],
+    inputs: outputs.Inputs,
 ) -> None:
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
     larger --budget continues. All are of the last validation; the last batch of a smaller budget has one too.
 
     passes: how often a token that was spent went forward, a backward pass counted as two; "played" of a line are tokens
-    that went forward once. learned: tasks that are played or read, as of `learned_tasks`. inputs: the agent "sft", and
+    that went forward once. learned: tasks that are played or read. inputs: the agent "sft", and
     what else is read.
     """
-    folder = checkpoint_folder(config.run / f"sft-{config.name}", inputs["sft"])
+    folder = config.run / f"sft-{config.name}"
     log, state = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
     unit, lines = config.budget_in, []
-    provenance = learned_tasks(learned, inputs["sft"], env)
+    provenance = {"tasks": sorted({*learned, *meta_of(inputs["sft"]).get("tasks", [])})}
     tasks = env.task_ids("val")
     tasks = tasks[: config.val] if config.val else tasks
     if not tasks:
@@ -170,18 +173,15 @@ def learn(
     def best() -> dict:
         return max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
 
-    with locked(folder):
-        recipe = runs.recipe_of(config.recipe() | env.settings | settled(config), inputs)
-        recipe = runs.claim(folder, recipe, config.overwrite)
+    with lock(folder):
+        meta = outputs.begin(folder, config, config.recipe() | env.settings, inputs)
         for old in (state, log) if config.overwrite else ():
             old.unlink(missing_ok=True)
-        mark = runs.meta_of(folder).get("fingerprint")  # of the best agent so far
+        mark = meta.get("fingerprint")  # of the best agent so far
         if state.exists():
             lines = learner.resume(state)
         elif log.exists():  # else the agent as it comes would replace the best one
             raise UserError(f"{state}: is missing, so {config.name} can't go on: --overwrite starts again")
-        else:
-            runs.write_meta(folder, config, recipe, inputs)  # first, since a folder without is not ours
         if len(lines) > 1 and lines[-2][unit] >= config.budget:  # its best agent may have cost more
             raise UserError(f"{folder}: {lines[-1][unit]:,} {unit} are spent: raise --budget, or give another --name")
         while not lines or not over():
@@ -192,9 +192,9 @@ def learn(
                 print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {line['val']:.3f}", flush=True)
                 if best() is line:
                     learner.save(folder)
-                    mark = fingerprint(learner.model, learner.chat)
+                    mark = Policy(learner.model, learner.chat).likelihoods([QUESTION])[0]
                 figures = {"best": best(), "last": line, "passes": passes, "budget": config.budget} | provenance
-                runs.write_meta(folder, config, recipe, inputs, **figures, fingerprint=mark)
+                write_json(meta_path(folder), meta | figures | {"fingerprint": mark})
                 write_jsonl(log, lines)
                 learner.suspend(state, lines)
     gain = f"validation {lines[0]['val']:.3f} -> {best()['val']:.3f} at batch {best()['batch']}"

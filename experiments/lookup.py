@@ -11,33 +11,33 @@ last observation: the environment must be Markov. What the trees do not hold has
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import envs
 import q_search
 from experiments.compare import refuse_unused
-from qlass import UserError, results
+from qlass import UserError
 from qlass.batching import Score
-from qlass.config import free, read, run_stage
 from qlass.messages import State, parse_action
-from qlass.runs import find_or_make
+from qlass.outputs import find_or_make
+from qlass.records import Label
+from qlass.settings import read, run_stage, runtime
 from qlass.trees import read_trees
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config):
-    out: Path | None = free(None)  # RUN/results-lookup.jsonl; its lines are not played again
-    labels: Path | None = free(None)  # RUN/q_labels.jsonl, made if missing
+    out: Path | None = runtime(None)  # RUN/results-lookup.jsonl; its lines are not played again
+    labels: Path | None = runtime(None)  # RUN/q_labels.jsonl, made if missing
 
 
 class LookUp(q_search.Method):
     """QLASS by what the trees hold, for which no model reads a token."""
 
-    def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
-        return (yield Score(state, tuple(actions)))
+    async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
+        return await Score(state, tuple(actions))
 
 
 def look_up(trees: Iterable[list[dict]], env: envs.TextEnv) -> Callable[[list[Score]], list[list[float]]]:
@@ -65,9 +65,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{env.name}: its observations do not tell the state, so that nothing can be looked up")
     labels = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
     chat, models, inputs = q_search.load(config, env, with_q=False)
-    models[Score] = look_up(read_trees(labels, ["q"]), env)
+    models[Score] = look_up(read_trees(labels, Label), env)
     plan = [LookUp("lookup", "trees", M) for M in config.M]
-    results.play(config, env, tasks, plan, chat, models, inputs | {"labels": labels})
+    q_search.evaluate(config, env, tasks, plan, chat, models, inputs | {"labels": labels})
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments import rewording
-from qlass import Refused, UserError
+from qlass import UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
+from qlass.demonstrations import Demonstration
 from qlass.messages import State
-from qlass.optional.server import Server
-from qlass.published import Demonstration
 from qlass.results import Step, environment_tokens
+from qlass.served import Server
 from qlass.tiny import sentence
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording
@@ -78,26 +78,19 @@ def under_wordings(sample: Callable, reworder: Reworder, wordings: int = 0) -> C
 
 
 def worded(candidate: Any, request: Sample) -> Any:
-    """With the wording that it was sampled under; a Refused as it is."""
-    if isinstance(candidate, Refused):
-        return candidate
+    """With the wording that it was sampled under."""
     return Reworded(**vars(candidate), wording=request.state.task)
 
 
 def by_server(url: str) -> Reworder:
-    """Wordings by an OpenAI-compatible chat server; where it refuses or says nothing, the task's own."""
-    server = Server(url, "--paraphrase-server")
+    """Wordings by an OpenAI-compatible chat server; where it says nothing, the task's own."""
+    server = Server(url)
 
     def ask(task: str, index: int) -> str:
         if index == 0:
             return task
-        try:
-            reply = server.chat([("user", PROMPT + task)], temperature=0.7, max_tokens=ROOM, seed=index)
-        except Refused:
-            return task
-        if reply.cut and not reply.text:
-            raise UserError(f"{server.name}: has not begun after {ROOM} tokens: does it think?")
-        return " ".join(reply.text.split()).strip("\"' ") or task
+        choice, _ = server.chat([("user", PROMPT + task)], temperature=0.7, max_tokens=ROOM, seed=index)
+        return " ".join((choice.message.content or "").split()).strip("\"' ") or task
 
     return ask
 
@@ -116,7 +109,7 @@ def prompt_tokens(chat: Chat, episodes: Sequence[Sequence[Step]]) -> int:
     for steps in episodes:
         states = [step.state for step in steps]
         own = {states[-1].task}
-        wordings = {candidate.wording for step in steps for candidate in step.drawn}
+        wordings = {candidate.wording for step in steps for candidate in step.samples}
         alone = wordings if len(wordings) == 1 else wordings & own
         cached += [[reword(state, wording) for state in states] for wording in alone]
         again += sum(len(chat.prompt(reword(states[-1], wording))) for wording in wordings - alone)

@@ -22,7 +22,7 @@ import pandas as pd
 from scipy import stats
 
 from qlass import UserError
-from qlass.config import parse, run_stage
+from qlass.settings import parse, run_stage
 from reporting.results import read_results, result_files
 from reporting.stats import Estimate
 from reporting.tables import markdown
@@ -240,7 +240,7 @@ def unit_rows(folders: Sequence[Path]) -> pd.DataFrame:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse(Config, argv, doc=__doc__)
+    config = parse(Config, __doc__, argv)
     if config.rows:
         print(unit_rows(config.rows).to_csv(index=False), end="")
         return

@@ -31,12 +31,11 @@ from experiments.learning import Learner, learn, load, trainable
 from experiments.tree_grpo import Batch, Group, Update, batches, by_decision, line_of, play, update
 from qlass import UserError
 from qlass.chat import Chat
-from qlass.config import Natural, Positive, Real, Share, free, read, run_stage
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.messages import State
-from qlass.optional.missing import handed_on
+from qlass.outputs import find_or_make, meta_of, shared_flags
 from qlass.pairs import states_of
-from qlass.runs import find_or_make, meta_of
+from qlass.settings import read, run_stage, runtime
 from qlass.trees import read_trees
 from train_qnet import QNet
 
@@ -51,12 +50,12 @@ class Config(Update):
     stage: ClassVar[str] = "ppo"
 
     name: str = "ppo"  # of the checkpoint RUN/sft-NAME
-    chains: Positive = 4  # trajectories a task
-    gamma: Share = 0.99  # discount a turn
-    lam: Share = 0.95  # lambda of the advantage
-    critic_lr: Real = 1e-5  # learning rate of the critic, which is faster than the agent
-    warm_up: Natural = 200  # the critic's first updates
-    labels: Path | None = free(None)  # of `bellman.py --target avg` (RUN/q_labels-avg.jsonl)
+    chains: int = 4  # trajectories a task
+    gamma: float = 0.99  # discount a turn
+    lam: float = 0.95  # lambda of the advantage
+    critic_lr: float = 1e-5  # learning rate of the critic, which is faster than the agent
+    warm_up: int = 200  # the critic's first updates
+    labels: Path | None = runtime(None)  # of `bellman.py --target avg` (RUN/q_labels-avg.jsonl)
 
 
 def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.ndarray:
@@ -182,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{labels}: not of `bellman.py --target avg`, whose q_raw the critic learns first")
     if config.warm_up and not labels.exists():
         find_or_make(None, "build_trees", "trees.jsonl", config)
-        bellman.main([*handed_on(config), "--target", "avg", "--out", str(labels)])
+        bellman.main([*shared_flags(config), "--target", "avg", "--out", str(labels)])
 
     def iteration(last: dict) -> dict:
         spent = 0 if last["batch"] else warm_up(learner, critic, labels, config.warm_up)
@@ -203,8 +202,7 @@ def main(argv: list[str] | None = None) -> None:
         return line_of(last, groups, figures) | own
 
     inputs = {"sft": sft, "labels": labels}
-    learned = ((task_id, None) for task_id in env.task_ids("train"))
-    learn(learner, env, iteration, config, PASSES, learned, inputs)
+    learn(learner, env, iteration, config, PASSES, env.task_ids("train"), inputs)
 
 
 if __name__ == "__main__":

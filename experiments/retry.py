@@ -8,20 +8,18 @@ named by --server, plays and writes them, and the last three stand below the ins
 """
 
 import dataclasses
-from collections.abc import Generator
 from itertools import product
-from typing import Any, NamedTuple
 
 import envs
 import q_search
 from experiments.compare import Variant, refuse_unused
 from q_search import Method, episode
-from qlass import UserError, results
-from qlass.batching import Score
+from qlass import UserError
+from qlass.batching import Request, Score
 from qlass.chat import Chat
-from qlass.config import free, read, run_stage
 from qlass.messages import State
-from qlass.optional.server import Server, or_refused
+from qlass.served import Server
+from qlass.settings import read, run_stage, runtime
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."
 PLANS = "\nYour plans after attempts at this task that failed:\n"
@@ -29,10 +27,11 @@ PLANS = "\nYour plans after attempts at this task that failed:\n"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config):
-    until: tuple[str, ...] = free(("oracle",))  # oracle, or values of QNet's, at which it stops
+    until: tuple[str, ...] = runtime(("oracle",))  # oracle, or values of QNet's, at which it stops
 
 
-class Reflect(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Reflect(Request[str]):
     state: State  # of a trial that failed; its last message ends with ASK
 
 
@@ -43,22 +42,19 @@ class Retry(Variant):
     stop: float = 1 - 1e-9
     reflect: bool = False  # write a plan between two trials
 
-    def play(self, env: envs.TextEnv, task_id: str, chat: Chat, played: dict) -> Generator[Any, Any, dict]:
+    async def play(self, env: envs.TextEnv, task_id: str, chat: Chat) -> dict:
         trials, values, questions, plans = [], [], [], []
         instruction = env.instruction
         for number in range(self.N):
-            if plans:
-                trial = yield from episode(env, task_id, self, number, chat.rendering)
-            else:
-                trial = yield from self.shared_episode(env, task_id, number, chat, played)
+            trial = await episode(env, task_id, self, number, chat.rendering)
             trials.append(trial)
             end = trial[-1]
-            values.append((yield Score(end.state, (end.action,)))[0] if self.select == "q" else end.reward)
+            values.append((await Score(end.state, (end.action,)))[0] if self.select == "q" else end.reward)
             if values[-1] >= self.stop:
                 break
             if self.reflect and number + 1 < self.N:
                 questions.append(end.state.then(end.action, end.observation + ASK))
-                plans.append((yield Reflect(questions[-1])))
+                plans.append(await Reflect(questions[-1]))
                 env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
         outcome = self.outcome(chat, trials[values.index(max(values))], trials)
         outcome["tokens"]["prompt"] += sum(len(chat.message_tokens(question)[-1]) for question in questions)
@@ -89,9 +85,8 @@ def main(argv: list[str] | None = None) -> None:
     chat, models, inputs = q_search.load(config, env, with_q=any(method.needs_q for method in plan))
     if config.server:
         ask = Server(config.server).chat
-        plan_for = or_refused(lambda request: ask(request.state.messages).text)
-        models[Reflect] = lambda requests: [plan_for(request) for request in requests]
-    results.play(config, env, tasks, plan, chat, models, inputs)
+        models[Reflect] = lambda requests: [ask(request.state.messages)[0].message.content for request in requests]
+    q_search.evaluate(config, env, tasks, plan, chat, models, inputs)
 
 
 if __name__ == "__main__":

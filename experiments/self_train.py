@@ -18,7 +18,7 @@ RUN/sft started, not from RUN/sft, and is trained in the same way on more data.
 
 import dataclasses
 import json
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,18 +29,16 @@ import envs
 import sft
 from experiments import clone_answers
 from q_search import Method, episode
-from qlass import Refused, UserError, files, published, runs
-from qlass.agent import load_agent, settled
+from qlass import UserError, demonstrations, outputs
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
-from qlass.config import Natural, Real, Sampling, free, read, run_stage
-from qlass.files import warn
 from qlass.messages import without_thinking
-from qlass.optional.missing import handed_on
 from qlass.pairs import states_of
+from qlass.policy import load_agent
 from qlass.results import costs_of
+from qlass.settings import Sampling, read, run_stage, runtime
 from qlass.trees import read_trees
-from train_qnet import load_qnet
+from train_qnet import QNet, scorer
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has
@@ -54,22 +52,22 @@ class Config(Sampling):
 
     method: Literal["rft", "qlass", "tree", "expert"] = "qlass"  # see above
     name: str = ""  # of the checkpoint RUN/sft-NAME (the method)
-    M: Annotated[Natural, arg(aliases=["-M"])] = 0  # candidates a step (0: qlass 3, rft 1)
-    N: Annotated[Natural, arg(aliases=["-N"])] = 0  # trajectories a task (0: qlass 1, rft 3)
-    threshold: Real | None = None  # reward that it must reach (rft, tree: 1; others 0, all)
-    limit: Natural = free(300)  # training tasks (0: all)
-    sft: Path | None = free(None)  # checkpoint of the agent (RUN/sft, made if missing)
-    qnet: Path | None = free(None)  # RUN/qnet, made if missing
-    trees: Path | None = free(None)  # RUN/trees.jsonl, made if missing
-    no_train: bool = free(False)  # only write the trajectories: for sft.py --expert FILE, as by torchrun
+    M: Annotated[int, arg(aliases=["-M"])] = 0  # candidates a step (0: qlass 3, rft 1)
+    N: Annotated[int, arg(aliases=["-N"])] = 0  # trajectories a task (0: qlass 1, rft 3)
+    threshold: float | None = None  # reward that it must reach (rft, tree: 1; others 0, all)
+    limit: int = runtime(300)  # training tasks (0: all)
+    sft: Path | None = runtime(None)  # checkpoint of the agent (RUN/sft, made if missing)
+    qnet: Path | None = runtime(None)  # RUN/qnet, made if missing
+    trees: Path | None = runtime(None)  # RUN/trees.jsonl, made if missing
+    no_train: bool = runtime(False)  # only write the trajectories: for sft.py --expert FILE, as by torchrun
 
 
-def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
+async def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> list[dict]:
     """N trajectories of one task as lines of expert.jsonl, whatever they earned; the first has the tokens of all."""
     lines: list[dict] = []
     played = []
     for trial in range(method.N):
-        steps = yield from episode(env, task_id, method, trial, chat.rendering)
+        steps = await episode(env, task_id, method, trial, chat.rendering)
         last = steps[-1]
         messages = [*last.state.dump(), {"role": "assistant", "content": last.action}]
         line = {"task_id": task_id, "env": env.name, "task": last.state.task, "messages": messages}
@@ -80,28 +78,25 @@ def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) ->
     return lines
 
 
-def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, config: Config, inputs: runs.Inputs) -> list[dict]:
+def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, config: Config, inputs: outputs.Inputs) -> list[dict]:
     """Trajectories of the tasks, those of a stopped run included."""
     path = config.run / f"self_train-{config.name}.rollouts.jsonl"
-    settings = config.recipe() | env.settings | settled(config)
+    settings = config.recipe() | env.settings
     del settings["threshold"]  # which chooses among them later
-    out = runs.Output(path, config, runs.recipe_of(settings, inputs), inputs, itemgetter("task_id"))
-    if todo := out.missing(tasks):
+    out = outputs.Output(path, config, settings, inputs, itemgetter("task_id"))
+    if todo := out.todo(tasks):
         agent = load_agent(inputs["sft"], dataclasses.replace(config, seed=config.seed + OTHER_LUCK), env)
         models = {Sample: agent.sample}
         if inputs["qnet"]:
-            models[Score] = load_qnet(inputs["qnet"], config).score
+            qnet = QNet.from_pretrained(inputs["qnet"], config)
+            models[Score] = scorer(qnet, config.plain, config.cache_gb).score
 
-        def line_of(task: str) -> Generator:
-            lines: list[dict] = []
-            try:
-                lines = yield from trajectories(env.fork(), task, method, agent.chat)
-            except Refused as error:
-                warn(f"{task} has no trajectory: {error}")
+        async def line_of(task: str) -> list[dict]:
+            lines = await trajectories(env.fork(), task, method, agent.chat)
             return [{"task_id": task, "trajectories": lines}]
 
         played = drive(map(line_of, todo), models, config.in_flight or env.side_by_side)
-        out.grow(played, str(method), len(todo))
+        out.write(played, str(method), len(todo))
     out.finish(tasks)
     return [line for task in tasks for record in out.groups[task] for line in record["trajectories"]]
 
@@ -142,13 +137,13 @@ def speaks(line: dict) -> bool:
     return all(without_thinking(reply).strip() for reply in replies)
 
 
-def demonstrations(checkpoint: Path, env: envs.TextEnv) -> list[dict]:
+def cloned_lines(checkpoint: Path, env: envs.TextEnv) -> list[dict]:
     """What a checkpoint was cloned from, as lines of expert.jsonl."""
-    path, most = published.cloned_from(checkpoint)
+    path, most = demonstrations.demonstrations_of(checkpoint)
     if path is None:
         raise UserError(f"{checkpoint}: the demonstrations that it was cloned from are gone")
     lines = []
-    for shown in published.read(path, env, most):
+    for shown in demonstrations.read(path, env, most):
         line = {"env": env.name, "task": shown.state.task, "messages": shown.state.dump(), "reward": shown.reward}
         line = line if shown.task_id is None else {"task_id": shown.task_id} | line
         lines.append(line if shown.source == "expert" else line | {"source": shown.source})
@@ -157,13 +152,14 @@ def demonstrations(checkpoint: Path, env: envs.TextEnv) -> list[dict]:
 
 def clone_again(config: Config, sft_folder: Path, expert: Path, n: int) -> None:
     """Train RUN/sft-NAME on the first n trajectories of a file, with the settings that made --sft."""
-    meta = runs.meta_of(sft_folder)
-    argv = [word for word in meta["argv"] if word != "--overwrite"] + handed_on(config)
-    argv += ["--precision", meta["recipe"]["precision"]]
-    if not meta["recipe"]["epochs"]:  # as many as that training had, and not what more examples would get
-        argv += ["--epochs", str(meta["epochs"]), "--batch", str(meta["batch"])]
-    argv += ["--expert", str(expert), "--n-expert", str(n), "--out", str(config.run / f"sft-{config.name}")]
+    meta = outputs.meta_of(sft_folder)
     stage = clone_answers if "observation_loss" in meta["recipe"] else sft
+    argv = outputs.shared_flags(config)
+    for field in dataclasses.fields(stage.Config):
+        value = meta["recipe"].get(field.name)
+        if value is not None and field.name not in ("env", "env_option", "seed", "n_expert"):
+            argv += [f"--{field.name.replace('_', '-')}", str(value)]
+    argv += ["--expert", str(expert), "--n-expert", str(n), "--out", str(config.run / f"sft-{config.name}")]
     stage.main(argv + (["--overwrite"] if config.overwrite else []))
 
 
@@ -181,18 +177,18 @@ def settings_of(argv: list[str] | None) -> Config:
 def main(argv: list[str] | None = None) -> None:
     config = settings_of(argv)
     env = envs.from_config(config)
-    inputs: runs.Inputs = {"sft": runs.find_or_make(config.sft, "sft", "sft", config), "qnet": None, "trees": None}
-    if "model" not in runs.meta_of(inputs["sft"])["recipe"]:
+    inputs: outputs.Inputs = {"sft": outputs.find_or_make(config.sft, "sft", "sft", config), "qnet": None, "trees": None}
+    if "model" not in outputs.meta_of(inputs["sft"])["recipe"]:
         raise UserError(f"{inputs['sft']}: its metadata do not say how sft.py made it; name an --sft that sft.py made")
-    expert = demonstrations(inputs["sft"], env)
+    expert = cloned_lines(inputs["sft"], env)
     if config.method in ("tree", "expert"):
-        inputs["trees"] = runs.find_or_make(config.trees, "build_trees", "trees.jsonl", config)
+        inputs["trees"] = outputs.find_or_make(config.trees, "build_trees", "trees.jsonl", config)
         choose = {"tree": best_branch, "expert": expert_branch}[config.method]
-        lines = list(filter(None, map(choose, read_trees(inputs["trees"], FIELDS))))
+        lines = list(filter(None, map(choose, read_trees(inputs["trees"]))))
     else:
         method = Method("sample", N=config.N)
         if config.method == "qlass":
-            inputs["qnet"] = runs.find_or_make(config.qnet, "train_qnet", "qnet", config)
+            inputs["qnet"] = outputs.find_or_make(config.qnet, "train_qnet", "qnet", config)
             method = Method("qlass", "q", config.M, config.N)
         tasks = env.task_ids("train")[::-1]  # those of the trees (build_trees.py --tasks new)
         tasks = tasks[: config.limit] if config.limit else tasks
@@ -206,12 +202,14 @@ def main(argv: list[str] | None = None) -> None:
     mean = sum(line["reward"] for line in lines) / max(1, len(lines))
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new), "mean_reward": mean}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
-    agent, text = config.run / f"sft-{config.name}", "".join(map(files.dumps, expert + new))
+    agent, text = config.run / f"sft-{config.name}", "".join(map(outputs.dumps, expert + new))
     cloned = agent.exists() and merged.exists() and not (config.no_train or config.overwrite)
     if cloned and merged.read_text(encoding="utf-8") != text:
         reason = f"{agent} was cloned from {merged}, which would change"
         raise UserError(f"{reason}: --overwrite clones it again, another --name keeps both")
-    runs.write_at_once(merged, config, expert + new, inputs, **figures)
+    meta = outputs.begin(merged, dataclasses.replace(config, overwrite=True), config.recipe(), inputs)
+    outputs.write_json(outputs.meta_path(merged), meta | figures)
+    outputs.write_jsonl(merged, expert + new)
     kept_of = f"{len(new)} of {len(lines)} trajectories kept (mean reward {mean:.3f})"
     print(f"{merged}: {kept_of} beside {len(expert)} demonstrations")
     if not config.no_train:

@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import zlib
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -31,11 +31,11 @@ from experiments import learning
 from experiments.decisions import Decision, PackedDecisions, pack_decisions
 from experiments.learning import Learner, batch_of, learn, load
 from qlass import UserError
-from qlass.batching import Sample, ask
+from qlass.batching import ask
 from qlass.chat import Rendering
-from qlass.config import Natural, Positive, Real, Share, read, run_stage
 from qlass.messages import State, uniforms
-from qlass.runs import find_or_make
+from qlass.outputs import find_or_make
+from qlass.settings import read, run_stage
 
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
@@ -46,10 +46,10 @@ PASSES = 6  # a token: the rollout, the old agent, the reference, and an update
 class Update(learning.Config):
     """The settings of a batch and of `policy_loss`."""
 
-    batch_tasks: Positive = 32  # tasks a batch (released: 512)
-    minibatch: Positive = 16  # tasks an update (released: 64)
-    kl: Real = 1e-3  # weight of the KL to --sft
-    entropy: Real = 1e-3  # weight of the entropy bonus
+    batch_tasks: int = 32  # tasks a batch (released: 512)
+    minibatch: int = 16  # tasks an update (released: 64)
+    kl: float = 1e-3  # weight of the KL to --sft
+    entropy: float = 1e-3  # weight of the entropy bonus
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,11 @@ class Config(Update):
 
     stage: ClassVar[str] = "tree_grpo"
 
-    M: Annotated[Positive, arg(aliases=["-M"])] = 2  # trees a task
-    draws: Positive = 2  # N, branches a tree and round
-    rounds: Natural = 1  # L (0: chain GRPO)
+    M: Annotated[int, arg(aliases=["-M"])] = 2  # trees a task
+    draws: int = 2  # N, branches a tree and round
+    rounds: int = 1  # L (0: chain GRPO)
     advantage: Literal["both", "inter", "intra", "states"] = "both"  # whose groups
-    discount: Share = 0.95  # of states, a step
+    discount: float = 0.95  # of states, a step
     normalise: Literal["mean-std", "mean"] = "mean-std"  # a group
 
 
@@ -81,15 +81,13 @@ class Trajectory:
 Group = Sequence[Trajectory]  # of one task, tree by tree
 
 
-def forest(
-    env: envs.TextEnv, task_id: str, M: int, N: int, L: int, rendering: Rendering, key: tuple
-) -> Generator[Sample, list, Group]:
+async def forest(env: envs.TextEnv, task_id: str, M: int, N: int, L: int, rendering: Rendering, key: tuple) -> Group:
     """M chains, then L rounds in which each tree grows N more: M (N L + 1) leaves. `key` names the noise."""
     root = State.first(env, *env.reset(options={"task_id": task_id})), env.snapshot(), ()
     nodes = [[root] for _ in range(M)]  # of each tree the root and what is no leaf: state, snapshot, decisions
     leaves: list[Trajectory] = []
 
-    def chain(tree: int, node: tuple[State, Any, tuple[Decision, ...]]) -> Generator[Sample, list, None]:
+    async def chain(tree: int, node: tuple[State, Any, tuple[Decision, ...]]) -> None:
         """The agent plays from a node of a tree to the end."""
         state, snapshot, decisions = node
         name = (*key, task_id, len(leaves))
@@ -98,7 +96,7 @@ def forest(
         done = False
         while not done:
             request = ask(env, state, 1, (*name, len(decisions)), rendering, TEMPERATURE)
-            (candidate,) = yield request
+            (candidate,) = await request
             decisions = (*decisions, Decision(state, candidate.text, request.valid, candidate.ids))
             state, reward, done = state.act(env, candidate.text)
             if not done:
@@ -106,13 +104,13 @@ def forest(
         leaves.append(Trajectory(decisions, reward, tree))
 
     for tree in range(M):
-        yield from chain(tree, root)
+        await chain(tree, root)
     for turn in range(L):
         # With replacement, and all of a round before any is grown.
         draws = [(tree, u) for tree in range(M) for u in uniforms(N, "draw", *key, task_id, turn, tree)]
         starts = [(tree, nodes[tree][int(u * len(nodes[tree]))]) for tree, u in draws]
         for tree, node in starts:
-            yield from chain(tree, node)
+            await chain(tree, node)
     env.close()
     return sorted(leaves, key=lambda leaf: leaf.tree)
 
@@ -267,8 +265,7 @@ def main(argv: list[str] | None = None) -> None:
         numbered = enumerate(minibatches, last["updates"] + 1)
         return line_of(last, groups, [update(learner, b, config.kl, config.entropy, number) for number, b in numbered])
 
-    learned = ((task_id, None) for task_id in env.task_ids("train"))
-    learn(learner, env, iteration, config, PASSES, learned, {"sft": sft})
+    learn(learner, env, iteration, config, PASSES, env.task_ids("train"), {"sft": sft})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import dataclasses
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Annotated, Any, Literal
 
@@ -27,24 +27,24 @@ import envs
 import q_search
 from experiments.compare import Variant, refuse_unused
 from q_search import Method, distinct_actions
-from qlass import UserError, results, runs
+from qlass import UserError, outputs
 from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
-from qlass.config import Bounds, Positive, Real, Share, free, read, run_stage
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Step, costs_of, describe
+from qlass.settings import read, run_stage, runtime
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config):
     """q_search.py's settings, -N that of particles, and each value of these for the searches that have them."""
 
-    method: tuple[Literal["lookahead", "beam", "mcts", "particles"], ...] = free(())  # one or more
-    S: Annotated[tuple[Positive, ...], arg(aliases=["-S"])] = free((4,))  # simulations a step, of mcts
-    k: Annotated[tuple[Positive, ...], arg(aliases=["-k"])] = free((2,))  # states, of beam
-    tau: tuple[Annotated[float, Bounds(1e-6)], ...] = free((0.1,))  # temperature of resampling
-    c: Annotated[tuple[Real, ...], arg(aliases=["-c"])] = free((1.0,))  # weight of the prior, of mcts
-    gamma: tuple[Share, ...] = free(())  # that of the QNet's labels, or .9
+    method: tuple[Literal["lookahead", "beam", "mcts", "particles"], ...] = runtime(())  # one or more
+    S: Annotated[tuple[int, ...], arg(aliases=["-S"])] = runtime((4,))  # simulations a step, of mcts
+    k: Annotated[tuple[int, ...], arg(aliases=["-k"])] = runtime((2,))  # states, of beam
+    tau: tuple[float, ...] = runtime((0.1,))  # temperature of resampling
+    c: Annotated[tuple[float, ...], arg(aliases=["-c"])] = runtime((1.0,))  # weight of the prior, of mcts
+    gamma: tuple[float, ...] = runtime(())  # that of the QNet's labels, or .9
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,13 +86,13 @@ class Search:
             node.request = ask(self.env, node.state, self.method.M, key, self.rendering, self.method.temperature)
         return node
 
-    def expand(self, *nodes: Node) -> Generator:
+    async def expand(self, *nodes: Node) -> None:
         """Give nodes their children: the distinct of M draws, with their Q (Alg. 4, lines 5-7)."""
         nodes = [node for node in nodes if not (node.done or node.children)]
         if nodes:
-            draws = yield [node.request for node in nodes]
+            draws = [await node.request for node in nodes]
             candidates = [distinct_actions(self.env, [candidate.text for candidate in drawn]) for drawn in draws]
-            values = yield [Score(node.state, tuple(c)) for node, c in zip(nodes, candidates, strict=True)]
+            values = [await Score(n.state, tuple(c)) for n, c in zip(nodes, candidates, strict=True)]
             for node, drawn, actions, scores in zip(nodes, draws, candidates, values, strict=True):
                 node.drawn = drawn
                 node.children = list(map(Node, actions, priors(self.env, drawn, actions), scores, scores))
@@ -132,40 +132,40 @@ class Search:
             there.drawn, there.children = child.drawn, child.children
         return there
 
-    def lookahead(self, gamma: float) -> Generator:
+    async def lookahead(self, gamma: float) -> Node:
         """One step ahead, where there is a choice."""
         node = self.root
         while not node.done:
-            yield from self.expand(node)
+            await self.expand(node)
             if len(node.children) > 1:
-                yield from self.expand(*[self.follow(node, child) for child in node.children])
+                await self.expand(*[self.follow(node, child) for child in node.children])
                 for child in node.children:
                     child.value = child.promise(gamma)
             node = self.act(node, max(node.children, key=lambda child: child.value))
         return node
 
-    def beam(self, k: int) -> Generator:
+    async def beam(self, k: int) -> Node:
         """Level by level the k candidates of highest Q, until k have ended; of these the one of the highest last Q."""
         ended, level = [], [self.root]
         while level and len(ended) < k:
-            yield from self.expand(*level)
+            await self.expand(*level)
             pool = sorted(((node, child) for node in level for child in node.children), key=lambda pair: -pair[1].q)
             children = [self.follow(node, child) for node, child in pool[:k]]
             ended += [child for child in children if child.done]
             level = [child for child in children if not child.done]
         return max(ended, key=lambda node: node.q)
 
-    def mcts(self, S: int, c: float, gamma: float) -> Generator:
+    async def mcts(self, S: int, c: float, gamma: float) -> Node:
         """The most visited action of each step, of equals that of the highest value. The first simulation of a new tree
         expands its root, so that one a step is QLASS."""
         node = self.root
         while not node.done:
             for _ in range(S):
-                yield from self.simulate(node, c, gamma)
+                await self.simulate(node, c, gamma)
             node = self.act(node, max(node.children, key=lambda child: (child.visits, child.value)))
         return node
 
-    def simulate(self, node: Node, c: float, gamma: float) -> Generator:
+    async def simulate(self, node: Node, c: float, gamma: float) -> None:
         """Down by PUCT to a node without children, expand it, and back up what it promises, discounted by depth."""
         passed: list[Node] = []
         while node.children:
@@ -173,7 +173,7 @@ class Search:
             scores = [child.value + bonus * child.prior / (1 + child.visits) for child in node.children]
             node = self.follow(node, node.children[scores.index(max(scores))])
             passed.append(node)
-        yield from self.expand(node)
+        await self.expand(node)
         if passed:
             value = node.promise(gamma)
             for node in reversed(passed):
@@ -181,14 +181,14 @@ class Search:
                 node.value += (value - node.value) / node.visits
                 value *= gamma
 
-    def particles(self, tau: float, gamma: float) -> Generator:
+    async def particles(self, tau: float, gamma: float) -> Node:
         """N chains with the draws of best-of-N; the highest last Q counts. V is gamma^t Q of the last action. Where
         weights exp((V - V_last) / tau) count as fewer than N / 2, copies of heavy chains replace light ones."""
         n = self.method.N
         chains = [self.arrive(dataclasses.replace(self.root), trial=i) for i in range(n)]
         last = np.zeros(n)
         while any(not chain.done for chain in chains):
-            yield from self.expand(*chains)
+            await self.expand(*chains)
             for i, chain in enumerate(chains):
                 if not chain.done:
                     self.env.restore(chain.snapshot)  # not counted: in its environment it is there
@@ -230,9 +230,9 @@ class TreeSearch(Variant):
 
     own: tuple[tuple[str, float], ...] = ()
 
-    def play(self, env: envs.TextEnv, task_id: str, chat: Chat, played: dict) -> Generator[Any, Any, dict]:
+    async def play(self, env: envs.TextEnv, task_id: str, chat: Chat) -> dict:
         search = Search(env, task_id, self, chat.rendering)
-        end = yield from getattr(search, self.name)(**dict(self.own))
+        end = await getattr(search, self.name)(**dict(self.own))
         costs = costs_of(chat, [search.expanded], lambda step: step.candidates)
         outcome = describe(end.path, [search.expanded], costs)
         steps = {"env_steps": search.env_steps, "env_steps_replayed": search.env_steps + search.replayed}
@@ -263,9 +263,9 @@ def main(argv: list[str] | None = None) -> None:
     refuse_unused(config, "distinct", "select")
     env, tasks = q_search.environment(config)
     chat, models, inputs = q_search.load(config, env, with_q=True)
-    labels = runs.input_of(inputs["qnet"], "labels")
-    gamma = runs.meta_of(labels)["recipe"].get("gamma", 0.9) if labels else 0.9
-    results.play(config, env, tasks, plan_of(config, gamma), chat, models, inputs)
+    labels = outputs.input_of(inputs["qnet"], "labels")
+    gamma = outputs.meta_of(labels)["recipe"].get("gamma", 0.9) if labels else 0.9
+    q_search.evaluate(config, env, tasks, plan_of(config, gamma), chat, models, inputs)
 
 
 if __name__ == "__main__":

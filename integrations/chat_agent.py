@@ -32,15 +32,14 @@ from tyro.conf import arg
 import envs
 import q_search
 from experiments.compare import Variant
-from qlass import UserError, files, results
+from qlass import UserError, outputs
 from qlass.batching import Candidate, Sample
-from qlass.chat import Rendering
-from qlass.config import Natural, Positive, Real, Run, free, read, run_stage
+from qlass.chat import Rendering, any_of
+from qlass.demonstrations import demonstrate
 from qlass.messages import State, react, uniforms, without_thinking
-from qlass.optional.server import Server, or_refused
-from qlass.published import demonstrate
 from qlass.results import Episode, describe
-from qlass.templates import any_of
+from qlass.served import Server
+from qlass.settings import Run, read, run_stage, runtime
 
 FINAL = "<|channel|>final<|message|>"  # harmony's answer begins behind it, and ends before the next mark
 LABEL = re.compile(r"(?im)^[^\w\n]*action *\d*[^\w\n]*?[:：\n][*`\s]*")
@@ -84,18 +83,18 @@ class Config(Run):
     stage: ClassVar[str] = "q_search"  # whose presets name the tasks to play, so that rows are of the same ones
     plays_elsewhere: ClassVar[bool] = True
 
-    server: Annotated[str, arg(metavar="URL[#MODEL]")] = free("")  # of an OpenAI-compatible API
-    examples: Natural = 0  # demonstrations in front of the task
-    N: Annotated[tuple[Positive, ...], arg(aliases=["-N"])] = free((1,))  # episodes, of which the best counts
-    split: str = free("test")  # tasks to play
-    limit: Natural = free(0)  # number of tasks (0: all)
-    skip: Natural = free(0)  # leave out the first tasks
-    temperature: Real = 0.7
-    max_new_tokens: Positive = 256  # of an answer
-    max_steps: Positive | None = None  # the environment's
+    server: Annotated[str, arg(metavar="URL[#MODEL]")] = runtime("")  # of an OpenAI-compatible API
+    examples: int = 0  # demonstrations in front of the task
+    N: Annotated[tuple[int, ...], arg(aliases=["-N"])] = runtime((1,))  # episodes, of which the best counts
+    split: str = runtime("test")  # tasks to play
+    limit: int = runtime(0)  # number of tasks (0: all)
+    skip: int = runtime(0)  # leave out the first tasks
+    temperature: float = 0.7
+    max_new_tokens: int = 256  # of an answer
+    max_steps: int | None = None  # the environment's
     body: Annotated[str, arg(metavar="JSON")] = "{}"  # more fields of a request; null leaves one out
-    in_flight: Positive | None = free(None)  # episodes side by side (8; sciworld: 4; own: 1)
-    out: Path | None = free(None)  # RUN/results_MODEL.jsonl; its lines are not played again
+    in_flight: int | None = runtime(None)  # episodes side by side (8; sciworld: 4; own: 1)
+    out: Path | None = runtime(None)  # RUN/results_MODEL.jsonl; its lines are not played again
     label: str | None = None  # a variant's name, kept in each line
 
 
@@ -106,19 +105,19 @@ class ChatAgent:
         self.server, self.env, self.config, self.answers = server, env.fork(), config, answers
         self.body = json.loads(config.body)
         self.rendering = Rendering(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
-        self.instruction, self.front = env.instruction, 3 if env.system else 2  # messages before the first observation
+        self.instruction, self.front = env.instruction, 2  # messages before the first observation
         self.examples, self.lock = functools.cache(self._examples), threading.Lock()
         if config.overwrite:
-            files.discard(answers)
+            outputs.remove(answers)
         answers.touch()
         os.truncate(answers, answers.read_bytes().rfind(b"\n") + 1)  # what a stop cut
-        self.records = {record["request"]: record for record in files.read_jsonl(answers)}
+        self.records = {record["request"]: record for record in outputs.read_jsonl(answers)}
         self.silent: set[str] = set()  # requests whose answers were cut, or have no action
 
     def sample(self, requests: list[Sample]) -> list[list[Answer]]:
         jobs = [(r, self.examples(r.key[0])) for r in requests]  # here: an environment is not for threads
         with ThreadPool(self.config.in_flight) as pool:  # it raises an error when all others have answered
-            return [[answer] for answer in pool.starmap(or_refused(self.answer), jobs, chunksize=1)]
+            return [[answer] for answer in pool.starmap(self.answer, jobs, chunksize=1)]
 
     def _examples(self, task_id: str) -> list[tuple[str, str]]:
         """The turns of demonstrations for a task, of others than its subject."""
@@ -144,12 +143,11 @@ class ChatAgent:
         question = repr((self.server.model, messages, settings, key))
         name = hashlib.blake2b(question.encode(), digest_size=16).hexdigest()
         if name not in self.records:
-            text, cut, usage, _ = self.server.chat(messages, **settings)
-            if not usage["prompt_tokens"]:
-                raise UserError(f"{self.server.name}: its answers do not tell their usage of tokens")
+            choice, read = self.server.chat(messages, **settings)
+            text, cut, usage = choice.message.content or "", choice.finish_reason == "length", read.model_dump()
             self.records[name] = {"request": name, "text": text, "usage": usage, "cut": cut}
             with self.lock, open(self.answers, "a", encoding="utf-8") as file:
-                file.write(files.dumps(self.records[name]))
+                file.write(outputs.dumps(self.records[name]))
         text, usage = self.records[name]["text"], self.records[name]["usage"]
         action = in_react_style(text, self.rendering.stop, self.instruction)
         if self.records[name].get("cut") or not action:
@@ -168,13 +166,13 @@ def tokens_of(episodes: Sequence[Episode]) -> dict[str, int]:
     for steps in episodes:
         last = Answer("", 0, math.nan)
         for step in steps:
-            (answer,) = step.drawn
+            (answer,) = step.samples
             if answer.prompt <= last.prompt:
                 problem = f"reads {answer.prompt} tokens of a prompt, and {last.prompt} of the shorter one before"
                 raise UserError(f"--server: it {problem}: it needs a longer context")
             read[step.state] = max(answer.prompt - last.prompt - last.kept, 0)
             last = answer
-    generated = sum(step.drawn[0].tokens for steps in episodes for step in steps)
+    generated = sum(step.samples[0].tokens for steps in episodes for step in steps)
     return {"prompt": sum(read.values()), "generated": generated, "scored": 0}
 
 
@@ -197,14 +195,13 @@ def main(argv: list[str] | None = None) -> None:
     config = dataclasses.replace(config, in_flight=config.in_flight or min(8, env.side_by_side), out=out)
     answers = out.with_name(f"answers_{model}.jsonl")
     plan = [Chat("chat", N=n, select="oracle" if n > 1 else None, player=model) for n in config.N]
-    with files.locked(answers):
+    with outputs.lock(answers):
         agent = ChatAgent(server, env, answers, config)
-        nobody = Path(server.model)  # the agent is that model, whatever the run folder has
-        inputs = {"sft": nobody, "qnet": nobody}
-        results.play(config, env, tasks, plan, agent, {Sample: agent.sample}, inputs, model=server.model)
+        inputs = {"sft": None, "qnet": None}  # the agent is that model, whatever the run folder has
+        q_search.evaluate(config, env, tasks, plan, agent, {Sample: agent.sample}, inputs)
     if agent.silent:
         problem = f"{len(agent.silent)} answers were cut by --max-new-tokens, or are only a thought"
-        files.warn(f"{config.server}: {problem}")
+        outputs.warn(f"{config.server}: {problem}")
 
 
 if __name__ == "__main__":

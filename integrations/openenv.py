@@ -11,13 +11,13 @@ from collections import ChainMap
 from typing import Any, ClassVar
 
 import uvicorn
+from environments.guard import named_task
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
 import envs
-from environments.guard import named_task
 from integrations.trl import TextGame
 from qlass import UserError
-from qlass.config import Positive, Run, free, read, run_stage
+from qlass.settings import Run, read, run_stage, runtime
 
 ONE_AT_A_TIME = threading.Lock()  # sessions are threads, and players share what an engine keeps
 HELD = 1000  # snapshots per session
@@ -101,8 +101,8 @@ def application(world: envs.TextEnv) -> Any:
 class Config(Run):
     plays_elsewhere: ClassVar[bool] = True
 
-    host: str = free("127.0.0.1")
-    port: Positive = free(8000)
+    host: str = runtime("127.0.0.1")
+    port: int = runtime(8000)
 
 
 def main(argv: list[str] | None = None) -> None:

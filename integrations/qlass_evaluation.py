@@ -16,8 +16,8 @@ from tyro.conf import Positional
 
 from environments.alfworld.env import ALFWorldEnv
 from qlass import UserError
-from qlass.config import parse, run_stage
-from qlass.files import warn
+from qlass.outputs import warn
+from qlass.settings import parse, run_stage
 from reporting.results import METHODS, lines_of
 from reporting.stats import interval
 
@@ -71,7 +71,7 @@ class Config:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse(Config, argv, doc=__doc__)
+    config = parse(Config, __doc__, argv)
     print("\n".join(figures(list(config.results))))
 
 

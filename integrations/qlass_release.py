@@ -10,14 +10,13 @@ from pathlib import Path
 
 import torch
 import transformers as hf
-from tyro import MISSING
 from tyro.conf import Positional
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.config import parse, run_stage
-from qlass.files import checkpoint_folder, draft_of, one_line
-from qlass.models import load_weights, save_checkpoint
+from qlass.models import one_line_error
+from qlass.outputs import atomic
+from qlass.settings import parse, run_stage
 from train_qnet import QNet
 
 LLAMA_2 = (  # an answer has no space before it, and one after it
@@ -35,7 +34,7 @@ def chat_of(folder: Path, qnet: bool = False) -> Chat:
 
     It reads Q at the last token but one: of Llama-2's `</s><s>` this is `</s>`, of Llama-3 the one before `<|eot_id|>`.
     """
-    with one_line(folder):
+    with one_line_error(folder):
         tokenizer = hf.AutoTokenizer.from_pretrained(folder)
         llama_3 = "<|eot_id|>" in tokenizer.get_vocab()
         in_text = tokenizer(tokenizer.bos_token + "[INST]", add_special_tokens=False).input_ids
@@ -47,11 +46,11 @@ def chat_of(folder: Path, qnet: bool = False) -> Chat:
 
 def qnet_of(folder: Path) -> QNet:
     """The QNet in pytorch_model.bin: a Llama and a head whose last layer has no bias. UserError names other weights."""
-    with one_line(folder), torch.device("meta"):  # without weights
+    with one_line_error(folder), torch.device("meta"):  # without weights
         llama = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(folder))
         qnet = QNet(llama.base_model, chat_of(folder, qnet=True))
     file = folder / "pytorch_model.bin"
-    with one_line(file):
+    with one_line_error(file):
         weights = {"mlp.4.bias": torch.zeros(1), **torch.load(file, mmap=True, weights_only=True)}
     try:
         torch.nn.ModuleDict({"llama": llama, "mlp": qnet.head}).load_state_dict(weights, assign=True)
@@ -69,16 +68,17 @@ class Config:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse(Config, argv, MISSING, __doc__)
+    config = parse(Config, __doc__, argv)
     for folder in (config.qnet, config.sft):
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; runs/paper/release.sh says how to download the weights")
-    out = checkpoint_folder(config.out, config.qnet)
-    agent = checkpoint_folder(config.out.with_name("sft"), config.sft)
-    with draft_of(out) as draft:
+    out, agent = config.out, config.out.with_name("sft")
+    with atomic(out) as draft:
         qnet_of(config.qnet).save_pretrained(draft)
-    weights = load_weights(config.sft, hf.AutoModelForCausalLM, {"dtype": "auto"})
-    save_checkpoint(weights, chat_of(config.sft), agent)
+    weights = hf.AutoModelForCausalLM.from_pretrained(config.sft, dtype="auto")
+    with atomic(agent) as draft:
+        weights.save_pretrained(draft)
+        chat_of(config.sft).save(draft)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from qlass import UserError
-from qlass.config import parse, run_stage
-from qlass.files import discard, read_object, replacing
+from qlass.outputs import atomic, read_json, remove
+from qlass.settings import parse, run_stage
 
 SECONDS = 10  # between two looks at the logs
 
@@ -33,7 +33,6 @@ class Config:
     run: Positional[Path]  # a run folder
     to: Literal["tensorboard", "wandb", "trackio"] = "tensorboard"  # pip install it
     follow: bool = False  # go on until Ctrl-C
-    debug: bool = False  # show the traceback of an error
 
 
 Tracker = Callable[[dict[str, float], int], None]  # takes the figures of a step
@@ -69,9 +68,9 @@ def hand_on(log: Path, tracker: Callable[[Path, str], Tracker], name: str) -> in
     state = folder / f"handed_on-{name}.json"
     lines = [line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
     begun = "".join(lines[:1])
-    last = read_object(state) if state.exists() else {"begun": begun}
+    last = read_json(state) if state.exists() else {"begun": begun}
     if last["begun"] != begun:  # the curves of another training
-        discard(folder)
+        remove(folder)
         last = {"begun": begun}
     new = [(line["step"], *figures_of(line)) for line in map(json.loads, lines)]
     new = [(step, kind, figures) for step, kind, figures in new if step > last.get(kind, -1)]
@@ -81,13 +80,13 @@ def hand_on(log: Path, tracker: Callable[[Path, str], Tracker], name: str) -> in
         for step, kind, figures in new:
             write(figures, step)
             last[kind] = step
-        with replacing(state) as out:
+        with atomic(state) as out:
             json.dump(last, out)
     return len(new)
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse(Config, argv, Config(Path("runs/webshop")), __doc__)
+    config = parse(Config, __doc__, argv)
     tracker = functools.cache(functools.partial(tracker_of, config.to))  # one a training
     if not list(config.run.glob("*.log.jsonl")):
         raise UserError(f"{config.run}: no training has written a log here")

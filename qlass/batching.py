@@ -1,15 +1,13 @@
-"""Algorithms as generators: they yield requests to the models, and many share a batch."""
+"""Algorithms await the models: `candidates = await Sample(...)`. Many tasks share a batch."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from qlass import Refused, UserError
 from qlass.chat import Rendering
 from qlass.messages import State, react
 
@@ -17,36 +15,14 @@ if TYPE_CHECKING:
     from envs import TextEnv
 
 T = TypeVar("T")
+Answer = TypeVar("Answer")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """a ~ pi(a | s), n times. `key` names the draw in the noise: (task, branch or trial, step)."""
+class Request(Generic[Answer]):
+    """What an algorithm awaits of a model: `drive` takes it, and gives the answer back."""
 
-    state: State
-    n: int
-    key: tuple
-    temperature: float
-    valid: tuple[str, ...] = ()  # the actions to choose among; empty: free text
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """Q(s, a) of each action."""
-
-    state: State
-    actions: tuple[str, ...]
-
-
-def finite(scores: list[list[float]]) -> list[list[float]]:
-    """These values of a QNet. UserError for what no argmax may be taken of."""
-    if not all(map(math.isfinite, itertools.chain(*scores))):
-        raise UserError("QNet's values are not finite, so its training has diverged")
-    return scores
-
-
-class LogProb(Score):
-    """log pi(a | s) of each action as free text, in nats, at temperature 1."""
+    def __await__(self) -> Generator[Request, Answer, Answer]:
+        return (yield self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +33,29 @@ class Candidate:
     tokens: int  # sampled, the end of the turn included
     logprob: float  # log pi(a | s) in nats, at the temperature of the request
     ids: tuple[int, ...] = ()  # of free text, as sampled: tokenizing the text may give others
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample(Request[list[Candidate]]):
+    """a ~ pi(a | s), n times. `key` names the draw in the noise: (task, branch or trial, step)."""
+
+    state: State
+    n: int
+    key: tuple
+    temperature: float
+    valid: tuple[str, ...] = ()  # the actions to choose among; empty: free text
+
+
+@dataclasses.dataclass(frozen=True)
+class Score(Request[list[float]]):
+    """Q(s, a) of each action."""
+
+    state: State
+    actions: tuple[str, ...]
+
+
+class LogProb(Score):
+    """log pi(a | s) of each action as free text, in nats, at temperature 1."""
 
 
 def ask(
@@ -78,52 +77,38 @@ def ask(
 Models = dict[type, Callable[[list], list]]  # what answers a list of requests, by their type
 
 
-def refusal_in(answer: Any) -> Refused | None:
-    """The first Refused in an answer, or in a list of answers."""
-    if isinstance(answer, list):
-        return next(filter(None, map(refusal_in, answer)), None)
-    return answer if isinstance(answer, Refused) else None
-
-
 def drive(
-    generators: Iterable[Generator[Any, Any, T]], models: Models, width: int = 64
+    players: Iterable[Coroutine[Any, Any, T]], models: Models, width: int = 64
 ) -> Iterator[T]:
-    """Advance up to `width` generators side by side; yield what each returns as it finishes.
+    """Advance up to `width` coroutines side by side; yield what each returns as it finishes.
 
-    A generator yields a request, or a list of requests of one type, whose answers it gets as a
-    list. Requests of one type from all generators are answered in one call of `models[type]`.
-    A Refused in the answer is raised in the generator that asked.
+    This is an event loop without a clock: a player sleeps until a model has answered it. Requests
+    of one type from all players are answered in one call of `models[type]`.
     """
-    waiting = collections.defaultdict(list)  # by type: a generator and its request, or list of them
+    asleep = collections.defaultdict(list)  # by type of request: players, each with its request
     finished: list[T] = []
-    source = iter(generators)
+    source = iter(players)
 
-    def advance(generator: Generator[Any, Any, T], answer: Any) -> None:
+    def resume(player: Coroutine[Any, Any, T], answer: Any) -> None:
         try:
-            refused = refusal_in(answer)
-            requests = generator.throw(refused) if refused else generator.send(answer)
+            request = player.send(answer)
         except StopIteration as stop:
             finished.append(stop.value)
-            return
-        kind = type(requests[0] if isinstance(requests, list) else requests)
-        waiting[kind].append((generator, requests))
+        else:
+            asleep[type(request)].append((player, request))
 
     while True:
-        room = width - sum(map(len, waiting.values())) - len(finished)
-        for generator in itertools.islice(source, room):
-            advance(generator, None)
+        room = width - sum(map(len, asleep.values())) - len(finished)
+        for player in itertools.islice(source, room):
+            resume(player, None)
         if finished:
             yield finished.pop(0)
             continue
-        if not waiting:
+        if not asleep:
             return
         # The most frequent type of request goes first: the others share larger batches later.
-        chosen = max(waiting, key=lambda kind: (len(waiting[kind]), kind.__name__))
-        turn = waiting.pop(chosen)
-        batch: list[Any] = []
-        for _, requests in turn:
-            batch += requests if isinstance(requests, list) else [requests]
-        answers = iter(models[chosen](batch))
-        for generator, requests in turn:
-            several = isinstance(requests, list)
-            advance(generator, [next(answers) for _ in requests] if several else next(answers))
+        kind = max(asleep, key=lambda kind: (len(asleep[kind]), kind.__name__))
+        turn = asleep.pop(kind)
+        answers = models[kind]([request for _, request in turn])
+        for (player, _), answer in zip(turn, answers, strict=True):
+            resume(player, answer)

@@ -1,73 +1,110 @@
 """How a state becomes tokens: by the model's own chat template, for every stage alike."""
 
-import contextlib
+from __future__ import annotations
+
 import dataclasses
 import functools
 import itertools
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
+from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
-from qlass import UserError, templates
-from qlass.files import read_object
+from qlass import UserError
 from qlass.messages import State
+from qlass.outputs import read_json
 from qlass.tiny import Aids
 
-LEAST = {"temperature": 0, "max_new_tokens": 1, "top_p": 0.01, "top_k": 0}
-FLAGS = ("temperature", "top_p", "top_k", "stop", "max_new_tokens", "truncate")  # of a stage
+FLAGS = ("temperature", "max_new_tokens", "truncate")  # of a stage
+CONTENT = "§Thought: a\nAction: b§"
 
 
-@strict  # it refuses values of other types
 @dataclasses.dataclass
 class Rendering:
     """How a checkpoint reads and writes: its `policy.json`. The defaults are the paper's."""
 
-    temperature: float | int = 0.7  # App. A.2
+    temperature: float = 0.7  # App. A.2
     max_new_tokens: int = 256
     candidates: Literal["free", "valid"] = "free"  # valid: those that the environment offers
     mark_matches: bool = False  # this, compact and markov: `tiny.Aids`
     compact: bool = False
     markov: bool = False
-    top_p: float | int = 1.0  # of free text, like top_k and stop; 1: all
-    top_k: int = 0  # 0: all
     # Texts that end an action, as the end of the turn does. ETO's own agents stop at these.
-    stop: tuple[str, ...] | list[str] = ("\nObservation:", "\nTask:", "\n---")
-    truncate: Literal["oldest", None] = None  # turns to leave out beyond the model's context
+    stop: Sequence[str] = ("\nObservation:", "\nTask:", "\n---")
+    truncate: Literal["oldest"] | None = None  # turns to leave out beyond the model's context
     q_at_end: bool = True  # QNet reads Q at the token that ends the turn; else at the one before
-    date: str | None = None  # what a template prints for today's date
     # The first messages that it was cloned with, if they are not the environment's own.
-    system: str | None = None
     instruction: str | None = None
     agreement: str | None = None
 
     FILE = "policy.json"
 
     def __post_init__(self) -> None:
-        self.stop = tuple(filter(None, self.stop))
-        for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is less than {least}")
+        self.stop = tuple(self.stop)  # of JSON a list
 
     def save(self, folder: Path) -> None:
         text = json.dumps(vars(self), indent=1)
         (folder / self.FILE).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: str | Path, args: Any = None, names: Any = FLAGS) -> "Rendering":
-        """A checkpoint's, but for what the flags of these names say."""
+    def load(cls, folder: str | Path, config: Any = None) -> Rendering:
+        """A checkpoint's, but for what the flags of a stage say."""
         file = Path(folder) / cls.FILE
-        fields = read_object(file) if file.exists() else {}
-        flags = {name: getattr(args, name, None) for name in names}
-        fields |= {name: value for name, value in flags.items() if value is not None}
-        try:
-            return cls(**fields)
-        except (TypeError, ValueError, StrictDataclassError) as error:
-            raise UserError(f"{file}: {' '.join(str(error).split())}") from None
+        fields = read_json(file) if file.exists() else {}
+        flags = {name: getattr(config, name, None) for name in FLAGS}
+        return cls(**fields | {name: value for name, value in flags.items() if value is not None})
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """What a model's chat template writes around the contents of a chat:
+
+        begin USER ask lead ASSISTANT stop turn USER ask lead ASSISTANT stop ...
+
+    `lead` is a space or nothing. `stop` ends with the token that ends the assistant's turn.
+    """
+
+    begin: str
+    ask: str
+    lead: str
+    stop: str
+    turn: str
+    stop_id: int
+
+
+def read_template(tokenizer: Any) -> Template:
+    """UserError for a template that does not write all turns alike."""
+
+    def around(roles: list[str]) -> list[str]:
+        chat = [{"role": role, "content": CONTENT} for role in roles]
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        options["enable_thinking"] = False
+        options["date_string"] = "26 Jul 2024"  # Llama 3's, whatever the day
+        return tokenizer.apply_chat_template(chat, **options).split(CONTENT)
+
+    prompts = [around(["user", *["assistant", "user"] * n]) for n in range(3)]
+    begin, ask, after, last = prompts[1] if len(prompts[1]) == 4 else [""] * 4
+    alike = prompts == [[begin, *[ask, after] * n, last] for n in range(3)]
+    # A prompt may end before an answer's own space, or go on (<think></think>).
+    alike = alike and (ask.startswith(last) or last.startswith(ask))
+    added = tokenizer.added_tokens_encoder
+    end = any_of(added).search(after)
+    if not (alike and end):
+        raise UserError("its chat template does not write all turns alike, or ends none by a token")
+    ask = max(ask, last, key=len)
+    lead = ask[len(ask.rstrip(" ")) :]  # a space before a word is a part of the word
+    stop, turn = after[: end.end()], after[end.end() :]
+    return Template(begin, ask.rstrip(" "), lead, stop, turn, added[end[0]])
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern:
+    """A pattern of any of these texts, the longest first; of none, it matches nothing."""
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 class TooLong(UserError):
@@ -78,13 +115,8 @@ class Chat:
     """Messages -> tokens, one list per message: a state's tokens begin those of every later state,
     but where the environment is Markov, or --truncate leaves out old turns.
 
-    The model's chat template is read once, as strings around the contents:
-
-        begin USER ask lead ASSISTANT stop turn USER ask lead ASSISTANT stop ...
-
-    Eq. (5) trains what the assistant writes, with `stop`, which ends the turn. A control token in a
-    message is mere text. UserError for a template or a tokenizer of which this can't be said
-    (qlass/templates.py).
+    The model's chat template is read once, as strings around the contents. Eq. (5) trains what the
+    assistant writes, with `stop`, which ends the turn. A control token in a message is mere text.
     """
 
     def __init__(self, tokenizer: Any, rendering: Rendering, context: int | None = None, ends=()):
@@ -92,13 +124,16 @@ class Chat:
         tokenizer.split_special_tokens = tokenizer.clean_up_tokenization_spaces = False
         self.tokenizer, self.rendering, self.aids = tokenizer, rendering, Aids(rendering)
         self.context = context or math.inf
-        self.template = templates.read_template(tokenizer, rendering)
+        self.template = read_template(tokenizer)
         self.stop_id = self.template.stop_id
-        added = tokenizer.added_tokens_decoder  # a config may name a mere letter as an end
+        added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
         self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} & added.keys()
-        self.controls = templates.control_tokens(tokenizer, self.template, self.stop_ids)
+        template = self.template
+        written = template.begin + template.ask + template.stop + template.turn
+        special = [text for text in added.values() if text in written]
+        special += tokenizer.all_special_tokens + [added[i] for i in self.stop_ids]
+        self.controls = any_of(special)
         self.encode = functools.lru_cache(maxsize=100_000)(self._encode)
-        templates.check_tokens(self)
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
@@ -107,43 +142,24 @@ class Chat:
     def _encode(self, past: str, before: str, content: str, after: str) -> list[int]:
         """Tokens of before + content + after behind `past`, as SentencePiece adds a space at a
         text's beginning alone. Control tokens in the content are read as their characters."""
-        from transformers.utils.chat_template_utils import encode_marked_chat
-
-        text = before + self._as_text(content) + after
+        text = before + mark_control_tokens(content, self.controls) + after
         past_ids = encode_marked_chat(self.tokenizer, past)
         ids = encode_marked_chat(self.tokenizer, past + text)
         if ids[: len(past_ids)] != past_ids:  # the text's first token takes the space before it
             return encode_marked_chat(self.tokenizer, text)
         return ids[len(past_ids) :]
 
-    def _as_text(self, content: str) -> str:
-        """A message whose control tokens are marked: they are to be read as their characters."""
-        from transformers.utils.chat_template_utils import mark_control_tokens
-
-        return mark_control_tokens(content, self.controls)
-
     def message_tokens(self, state: State) -> list[list[int]]:
-        """One list of tokens per message; a user message's ends with the generation prompt.
-
-        A system message shares the list of the user's first. Spaces at a message's ends are left
-        out, as most templates do.
-        """
-        messages = [(role, content.strip()) for role, content in state.messages]
+        """One list of tokens per message; a user message's ends with the generation prompt. Spaces
+        at a message's ends are left out, as most templates do."""
         template = self.template
-        past = ""
-        before = template.begin
-        if messages[0][0] == "system":
-            if not template.system:
-                raise UserError("its template has no system message: put it into the instruction")
-            _, system = messages.pop(0)
-            left, right = template.system
-            before = left + self._as_text(system) + right
+        past, before = "", template.begin
+        messages = [(role, content.strip()) for role, content in state.messages]
         lists = []
         for role, content in self.aids.show(messages, state.task):
             if role == "assistant":
                 lists.append(self.encode(template.ask, template.lead, content, template.stop))
-                past = template.stop
-                before = template.turn
+                past, before = template.stop, template.turn
             else:
                 lists.append(self.encode(past, before, content, template.ask))
         return lists
@@ -164,7 +180,7 @@ class Chat:
 
     def action_in(self, text: str) -> str:
         """What a model wrote -> the action in it, up to the first stop text."""
-        return self.aids.unmark(templates.any_of(self.rendering.stop).split(text)[0]).strip()
+        return self.aids.unmark(any_of(self.rendering.stop).split(text)[0]).strip()
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
         """`message_tokens` of a prompt that leaves room for an action, or TooLong. With --truncate
@@ -183,18 +199,14 @@ class Chat:
 
     def _check(self, prompt: int, action: int) -> None:
         if prompt + action > self.context:
-            remedy = ": --truncate oldest leaves out old turns"
-            if self.rendering.truncate:
-                remedy = ", although --truncate has left out all old turns"
             raise TooLong(
                 f"a prompt of {prompt:,} tokens and an action of {action:,} are more than the "
-                f"model's context of {self.context:,}{remedy}"
+                f"model's context of {self.context:,}: --truncate oldest leaves out old turns"
             )
 
     def stays(self, state: State) -> int:
         """How many lists at the front of a prompt are never cut: instruction, agreement, task."""
-        turns = [message for message in state.messages if message[0] != "system"]
-        return 1 + self.aids.opening(turns) * self.aids.keep_instruction
+        return 1 + self.aids.opening(state.messages) * self.aids.keep_instruction
 
     def is_cut(self, state: State) -> bool:
         """Does its prompt lack what --truncate leaves out?"""
@@ -202,6 +214,7 @@ class Chat:
 
     def fits(self, state: State, action: str) -> bool:
         """Can the model read this state, cut as --truncate says, and write any action, and this?"""
-        with contextlib.suppress(TooLong):
+        try:
             return bool(self.action(action, state.task, len(self.prompt(state))))
-        return False
+        except TooLong:
+            return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from qlass import UserError
 class State:
     """s_t: the chat messages up to the last observation, and the task's sentence.
 
-    Messages are (role, content): "user" and "assistant" in turns, perhaps after a "system".
+    Messages are (role, content): "user" and "assistant" in turns.
     """
 
     messages: tuple[tuple[str, str], ...]
@@ -31,8 +30,7 @@ class State:
     def act(self, env: Any, action: str) -> tuple[State, float, bool]:
         """The state that an action leads to, the outcome, and whether the episode is over."""
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))
-        done = terminated or truncated
-        return self.then(action, env.message(observation)), env.outcome(reward, done), done
+        return self.then(action, env.message(observation)), float(reward), terminated or truncated
 
     @property
     def observation(self) -> str:
@@ -44,40 +42,18 @@ class State:
 
         An environment without an agreement says instruction and observation in one message.
         """
-        system = (("system", env.system),) if env.system else ()
         if not env.agreement:
-            return State((*system, ("user", env.instruction + observation)), info["task"])
+            return State((("user", env.instruction + observation),), info["task"])
         agreed = ("user", env.instruction), ("assistant", env.agreement)
-        return State((*system, *agreed, ("user", observation)), info["task"])
+        return State((*agreed, ("user", observation)), info["task"])
 
     @staticmethod
     def load(messages: list[dict], task: str = "") -> State:
-        """Of JSON. UserError unless user and assistant take turns, perhaps after a system."""
-        if not isinstance(task, str):
-            raise UserError(f"task is {task!r:.60}, no text")
-        turns, roles = [], itertools.cycle(("user", "assistant"))
-        for number, turn in enumerate(messages, 1):
-            role = "system" if number == 1 and turn.get("role") == "system" else next(roles)
-            if turn.get("role") != role or not isinstance(turn.get("content"), str):
-                raise UserError(f"turn {number} is {turn!r:.60}, where {role} says a text")
-            if broken(turn["content"]):
-                raise UserError(f"turn {number} has half a character, {turn['content']!r:.60}")
-            turns.append((role, turn["content"]))
-        if "user" not in dict(turns):
-            raise UserError("no turns of user and assistant")
-        return State(tuple(turns), task)
+        """Of a record."""
+        return State(tuple((turn["role"], turn["content"]) for turn in messages), task)
 
     def dump(self) -> list[dict]:
         return [{"role": role, "content": content} for role, content in self.messages]
-
-
-def broken(text: str) -> bool:
-    """Whether a text holds half a surrogate pair, which no file and no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 class Move(NamedTuple):
@@ -93,27 +69,22 @@ def replay(env: Any, task_id: str, recorded: Sequence[str] | None = None) -> Ite
     """Recorded actions in `env`, move by move; the first move is the task's start, of no action.
 
     They may be more than the limit of steps, which was another one when they were recorded.
-    Without them the environment's expert plays. UserError for actions behind the episode's end.
+    Without them the environment's expert plays.
     """
     limit = env.max_steps
-    actions: Iterable[str] = recorded or ()
     try:
         state = State.first(env, *env.reset(options={"task_id": task_id}))
+        actions: Iterable[str] = recorded or ()
         if recorded is None:
-            try:
-                moves = env.expert(task_id)
-            except NotImplementedError:
-                way_out = "--expert names demonstrations, --no-expert grows trees without them"
-                raise UserError(f"{env.name} has no expert: {way_out}") from None
-            actions = (react(*move) for move in moves)
+            actions = (react(*move) for move in env.expert(task_id))
         elif limit is not None:
             env.max_steps = max(env.step_limit(), len(recorded))
         yield Move("", state, 0.0, False)
-        for number, action in enumerate(actions, 1):
+        for n, action in enumerate(actions, 1):
             state, reward, done = state.act(env, action)
-            if done and recorded and number < len(recorded):
-                problem = f"{number} of {len(recorded)} recorded actions end the episode"
-                raise UserError(f"{env.name}: task {task_id}: {problem}: leave out the others")
+            if done and recorded and n < len(recorded):
+                place = f"{env.name}: task {task_id}"
+                raise UserError(f"{place}: {n} of {len(recorded)} recorded actions end the episode")
             yield Move(action, state, reward, done)
             if done:
                 break
@@ -125,24 +96,18 @@ def react(thought: str, action: str) -> str:
     return f"Thought: {thought}\nAction: {action}" if thought else f"Action: {action}"
 
 
-# What stands around a thought: <think>, <thought>, <reasoning>, <seed:think>, ◁think▷, [THINK].
-BEGINS = re.compile(r"[<◁][\w:]*(?i:think|thought|reason)\w*[>▷]|\[THINK\]")
-ENDS = re.compile(r"[<◁]/[\w:]*(?i:think|thought|reason)\w*[>▷]|\[/THINK\]")
-
-
 def without_thinking(text: str) -> str:
-    """What a model says, after its thoughts between marks; nothing if these have no end."""
-    reply = ENDS.split(text)[-1]
-    return BEGINS.split(reply)[0]
+    """What a model says after its thoughts between marks; nothing if these have no end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def parse_action(text: str) -> str:
     """The executable part, for every stage: what follows "Action:" or, without one, the whole text.
 
-    A thought may hold "Action:", between marks or not, and so may an action. The last one that
-    begins a line counts or, if none does, the last. Actions whose parts are equal to the engine
-    (`TextEnv.canonical`) are one child of a node ("child nodes that differ", Alg. 2). The
-    environment answers to what it cannot do.
+    A thought may hold "Action:", and so may an action. The last one that begins a line counts or,
+    if none does, the last. Actions whose parts are equal to the engine (`TextEnv.canonical`) are
+    one child of a node ("child nodes that differ", Alg. 2). The environment answers to what it
+    cannot do.
     """
     *others, last = re.split(r"(?m)^\s*Action:", without_thinking(text))
     return (last if others else last.rpartition("Action:")[2]).strip()

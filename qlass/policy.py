@@ -9,30 +9,84 @@ rounds in other ways.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
-from qlass import UserError
+from qlass import UserError, models
 from qlass.batching import Candidate, LogProb, Sample
-from qlass.chat import Chat
-from qlass.messages import State, uniforms
+from qlass.chat import Chat, Rendering
+from qlass.messages import State, react, uniforms
+
+# One question for every checkpoint, which tells whether a server has its weights.
+TASK = "put a clean cup into the drawer 4."
+PAGE = (
+    f"You are in the middle of a kitchen. Around you are a sink 1 and a table 2. Your task: {TASK}"
+)
+MESSAGES = (
+    ("user", "Walk through a house."),
+    ("assistant", "OK"),
+    ("user", PAGE),
+)
+ACTIONS = (
+    react("The cup may lie on the table.", "go to table 2"),
+    react("", "go to sink 1"),
+)
+QUESTION = LogProb(State(MESSAGES, TASK), ACTIONS)
 
 
-def next_logits(
-    model: Any, ids: list[int], past: Any = None, start: int = 0
-) -> tuple[torch.Tensor, Any]:
-    """The logits (1, V) behind tokens that stand at positions from `start` on, and the cache of
-    what was read; None, with which the next call reads the whole text, if the model keeps none."""
-    inputs: dict[str, Any] = {"input_ids": torch.tensor([ids], device=model.device)}
-    if past:
-        places = range(start, start + len(ids))
-        inputs["position_ids"] = torch.tensor([[*places]], device=model.device)
-        inputs["past_key_values"] = past
-    out = model(**inputs, use_cache=True)
-    return out.logits[:, -1], out.get("past_key_values")
+def load_agent(sft: Path, config: Any, env: Any = None) -> Any:
+    """The agent in the checkpoint `sft`, which is to play `env` from the messages that it was
+    cloned with; with --server only its tokenizer is here."""
+    if config.server:
+        from qlass.served import ServedPolicy
+
+        agent: Any = ServedPolicy(sft, config)
+    else:
+        agent = load_policy(sft, config)
+    if env:
+        set_first_messages(env, agent.chat.rendering, config)
+    return agent
+
+
+def set_first_messages(env: Any, rendering: Rendering, config: Any) -> None:
+    """Let an environment begin with the messages that the agent was cloned with."""
+    env.agreement = rendering.agreement or env.agreement
+    if rendering.instruction and "instruction=" not in " ".join(config.env_option):
+        env.instruct(rendering.instruction)
+
+
+def load_policy(path: Path, config: Any) -> Policy:
+    """The model in a checkpoint: `Policy`, or without --plain its fast twin."""
+    model, chat = models.load(path, config)
+    if config.plain:
+        return Policy(model, chat, config.seed)
+    from qlass.fast.decode import FastPolicy
+
+    return FastPolicy(model, chat, config.seed, config.cache_gb)
+
+
+class Keyed(LogitsProcessor):
+    """Leaves each of a text's tokens the one that the policy draws by the text's own noise."""
+
+    def __init__(self, policy: Policy, temperature: float, noise: np.ndarray) -> None:
+        device = policy.model.device
+        self.policy = policy
+        self.temperature = torch.tensor([float(temperature)], device=device)
+        self.noise = torch.from_numpy(noise).to(device)
+        self.step = 0
+        self.logprob = 0.0  # of the text so far
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        u = self.noise[self.step, None]
+        token, logp = self.policy.draw(scores, self.temperature, u)
+        self.step += 1
+        self.logprob += float(logp)
+        return torch.full_like(scores, -torch.inf).index_fill(1, token, 0.0)
 
 
 class Policy:
@@ -41,107 +95,78 @@ class Policy:
     computed = 0  # tokens put through the model so far, padding aside
 
     def __init__(self, model: Any, chat: Chat, seed: int = 0) -> None:
-        self.model = model.eval()
-        self.chat = chat
-        self.seed = seed
+        self.model, self.chat, self.seed = model, chat, seed
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """a ~ pi(a | s), n times for each request."""
         logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
         texts = iter(self.texts([r for r in requests if not r.valid]))
-
         answers = []
         for request in requests:
-            drawn = self.choose(request, next(logprobs)) if request.valid else next(texts)
-            self.check([candidate.logprob for candidate in drawn])
-            answers.append(drawn)
+            if request.valid:
+                answers.append(self.choose(request, next(logprobs)))
+            else:
+                answers.append(next(texts))
         return answers
 
     # ------------------------------------------------------------------------------- free text
 
     def texts(self, requests: list[Sample]) -> list[list[Candidate]]:
         """n candidates in free text for each request."""
-        answers = []
-        for request in requests:
-            answers.append([self.text(request, k) for k in range(request.n)])
-        return answers
+        return [[self.text(request, k) for k in range(request.n)] for request in requests]
 
     @torch.inference_mode()
     def text(self, request: Sample, k: int) -> Candidate:
         """Candidate k, token by token until its turn ends, each drawn by a random number."""
-        device = self.model.device
-        noise = uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k)
-        temperature = torch.tensor([float(request.temperature)], device=device)
-        ids = self.chat.prompt(request.state)
-        written: list[int] = []
-        logprob = 0.0
-        past = None
-        for u in torch.from_numpy(noise).to(device).split(1):
-            unread = ids[-1:] if past else ids
-            start = len(ids) - len(unread)
-            logits, past = next_logits(self.model, unread, past, start)
-            self.computed += len(unread)
-            token, logp = self.draw(logits, temperature, u)
-            written.append(int(token))
-            logprob += float(logp)
-            if self.ended(written):
-                break
-            ids = [*ids, written[-1]]
-        return Candidate(self.chat.text(written), len(written), logprob, tuple(written))
+        limit = self.chat.rendering.max_new_tokens
+        keyed = Keyed(self, request.temperature, uniforms(limit, self.seed, *request.key, k))
+        options: dict[str, Any] = {
+            "max_new_tokens": limit,
+            "eos_token_id": sorted(self.chat.stop_ids),
+            "logits_processor": [keyed],
+            "do_sample": False,
+        }
+        if stops := list(self.chat.rendering.stop):
+            options |= {"stop_strings": stops, "tokenizer": self.chat.tokenizer}
+        prompt = self.chat.prompt(request.state)
+        read = torch.tensor([prompt], device=self.model.device)
+        ids = self.model.generate(read, **options)[0, len(prompt) :].tolist()
+        self.computed += len(prompt) + len(ids)
+        return Candidate(self.chat.text(ids), len(ids), keyed.logprob, tuple(ids))
 
     def draw(self, logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """A token for each row of a batch.
 
         logits: (B, V). temperature: (B,); at 0 the likeliest token is taken. noise: (B,), random
-        numbers in [0, 1). Returns tokens (B,) and their log-probabilities (B,) at this temperature,
-        before top-k and top-p.
+        numbers in [0, 1). Returns tokens (B,) and their log-probabilities (B,) at this temperature.
         """
-        rendering = self.chat.rendering
-        temperature = temperature[:, None]
-        greedy = temperature == 0
-        logp = (logits.float() / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
-
-        p = logp.double().exp()
-        if rendering.top_k or rendering.top_p < 1:
-            from qlass.optional.truncation import truncated
-
-            p = truncated(p, rendering.top_k, rendering.top_p)
-        cumulative = p.cumsum(-1)
-        u = noise[:, None] * cumulative[:, -1:]  # what is kept need not sum to 1
-        drawn = torch.searchsorted(cumulative, u, right=True)
-        drawn = drawn.clamp(max=p.shape[-1] - 1)  # where rounding leads behind the last token
-
+        greedy = (temperature == 0)[:, None]
+        divisor = torch.where(greedy, 1.0, temperature[:, None])
+        logp = (logits.float() / divisor).log_softmax(-1)
+        if not logp.isfinite().any(-1).all():
+            raise UserError(f"{self.model.name_or_path}: its log-probabilities are not finite")
+        cumulative = logp.double().exp().cumsum(-1)
+        u = noise[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, u, right=True)  # (B, 1)
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # rounding may lead behind the last token
         likeliest = logits.argmax(-1, keepdim=True)
-        tokens = torch.where(greedy, likeliest, drawn)  # (B, 1)
-        logp_of_tokens = logp.gather(-1, tokens)
-        return tokens[:, 0], logp_of_tokens[:, 0].double()
-
-    def ended(self, written: list[int]) -> bool:
-        """Whether the turn ends here: by a token that ends it, or by one of the stop texts."""
-        if written[-1] in self.chat.stop_ids:
-            return True
-        stops = self.chat.rendering.stop
-        longest = max((len(stop.encode()) for stop in stops), default=1)  # a token may be a byte
-        tail = self.chat.tokenizer.decode(written[-2 * longest :])
-        return any(stop in tail for stop in stops)
+        tokens = torch.where(greedy, likeliest, tokens)
+        return tokens[:, 0], logp.gather(-1, tokens)[:, 0].double()
 
     # ------------------------------------------------------------------- among the valid actions
 
     def choose(self, request: Sample, logp: np.ndarray) -> list[Candidate]:
         """n of the valid actions, by their log-probabilities (A,)."""
-        task = request.state.task
         cumulative = np.exp(logp).cumsum()
-
         candidates = []
         for k in range(request.n):
+            pick = logp.argmax()
             if request.temperature:
-                u = uniforms(1, self.seed, *request.key, k)[0]
+                (u,) = uniforms(1, self.seed, *request.key, k)
                 pick = np.searchsorted(cumulative, u * cumulative[-1])
-            else:
-                pick = logp.argmax()
             action = request.valid[pick]
-            tokens = self.chat.action(action, task)
-            candidates.append(Candidate(action, len(tokens), float(logp[pick])))
+            tokens = len(self.chat.action(action, request.state.task))
+            candidates.append(Candidate(action, tokens, float(logp[pick])))
         return candidates
 
     def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
@@ -163,7 +188,8 @@ class Policy:
             for i, token in enumerate(ids):
                 alike = [other for other in actions if other[:i] == ids[:i]]
                 allowed = sorted({other[i] for other in alike})
-                logp = logits[i, allowed].double().log_softmax(-1)
+                scores = logits[i, allowed].double()
+                logp = scores.log_softmax(-1)
                 totals[a] += float(logp[allowed.index(token)])
         return totals
 
@@ -182,10 +208,10 @@ class Policy:
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         """log pi(a | s) of each request's actions."""
-        pairs = [(r.state, action) for r in requests for action in r.actions]
-        logprobs = self.logprobs(pairs)
-        self.check(logprobs)
-        values = iter(logprobs)
+        pairs = []
+        for r in requests:
+            pairs += [(r.state, action) for action in r.actions]
+        values = iter(self.logprobs(pairs))
         return [[next(values) for _ in r.actions] for r in requests]
 
     @torch.inference_mode()
@@ -195,9 +221,3 @@ class Policy:
         self.computed += tokens.numel()
         logits = self.model(input_ids=tokens, use_cache=False).logits[0]
         return logits[len(prompt) - 1 : -1].float()  # the last one predicts what follows the text
-
-    def check(self, logprobs: list[float]) -> None:
-        """UserError for what is not finite: all tokens of such logits are drawn alike."""
-        if not np.isfinite(logprobs).all():
-            problem = "its log-probabilities are not finite: its weights are damaged, or overflow"
-            raise UserError(f"{self.model.name_or_path}: {problem} (try --precision float32)")

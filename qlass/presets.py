@@ -11,11 +11,9 @@ A preset that fits is taken unasked: the paper's for a pretrained model, else th
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
-from qlass.files import read_object
+from qlass.outputs import read_json
 
 Stages = dict[str, dict[str, Any]]  # the settings of each stage; "run": of every stage
 
@@ -24,7 +22,7 @@ TINY: dict[str, Stages] = {
         # Enough demonstrations to learn a task, few enough that the agent still errs.
         "sft": {
             "n_expert": 1350,
-            "epochs": 0,  # 12, and more of few demonstrations
+            "epochs": 12,
             "lr": 3e-3,
             "batch": 16,
             "micro_tokens": 2048,
@@ -45,7 +43,7 @@ TINY: dict[str, Stages] = {
         "ppo": {"lr": 3e-4, "critic_lr": 1e-3},
     },
     "webshop": {
-        "sft": {"n_expert": 100},
+        "sft": {"n_expert": 100, "epochs": 34},
         # Many small trees teach QNet more than few large ones of as many rollouts.
         "build_trees": {"depth": 3, "rollouts": 6, "limit": 1000, "temperature": 1.5},
         # With the paper's .9 the ten steps of a careful purchase are worth less than buying the
@@ -118,37 +116,24 @@ LORA: Stages = {
 }
 
 
-def settings(preset: str, env: str, kind: Any, lora: bool = False) -> dict[str, Any]:
-    """What a preset says of the fields of a stage's Config, `kind`, on an environment."""
-    stages = PRESETS[preset]["any"], PRESETS[preset].get(env, {}), LORA if lora else {}
-    fields = {field.name for field in dataclasses.fields(kind)}
+def settings(config: Any) -> dict[str, Any]:
+    """What the preset says of the fields of a stage's Config, on its environment."""
+    stages = PRESETS[config.preset]
+    parts = [stages["any"], stages.get(config.env, {})]
+    if getattr(config, "lora", None):
+        parts.append(LORA)
+    fields = {field.name for field in dataclasses.fields(config)}
     values: dict[str, Any] = {}
-    for part in ("run", kind.stage):
-        for stage in stages:
-            values.update(stage.get(part, {}))
+    for name in ("run", config.stage):
+        for part in parts:
+            values.update(part.get(name, {}))
     return {name: value for name, value in values.items() if name in fields}
 
 
-def names_pretrained(config: Any) -> bool:
-    """Whether --model names a pretrained model."""
-    return getattr(config, "model", None) not in (None, "tiny")
-
-
-def suited(config: Any, run: Path) -> str:
-    """The preset that fits the model that the flags name: --model, or the checkpoint --sft."""
-    if names_pretrained(config):
+def preset_for(config: Any) -> str:
+    """The paper's for a pretrained model, else the tiny model's."""
+    if getattr(config, "model", "tiny") != "tiny":
         return "paper"
-    rendering = (getattr(config, "sft", None) or run / "sft") / "policy.json"
-    if rendering.is_file():
-        return "tiny" if read_object(rendering).get("mark_matches") else "paper"
-    return "tiny"
-
-
-def announce(config: Any, chosen: dict[str, Any]) -> None:
-    """Say in one line which preset acts, and by which settings."""
-    lora = bool(getattr(config, "lora", None))
-    preset = settings(config.preset, config.env, type(config), lora)
-    kept = {n: v for n, v in preset.items() if getattr(config, n) == chosen[n] == v}
-    words = [f"--{n.replace('_', '-')} {value}" for n, value in kept.items() if n != "env_option"]
-    what = " ".join(words) or "nothing else than the defaults"
-    print(f"preset {config.preset}, {config.env}: {what}", file=sys.stderr)
+    file = (getattr(config, "sft", None) or config.run / "sft") / "policy.json"
+    tiny = not file.exists() or read_json(file)["mark_matches"]
+    return "tiny" if tiny else "paper"

@@ -73,8 +73,7 @@ class Aids:
         self.keep_instruction = not (rendering.compact or rendering.markov)
 
     def opening(self, messages: Sequence[Message]) -> int:
-        """How many messages stand before the task's: instruction and agreement, or none. No system
-        message is among them."""
+        """How many messages stand before the task's: instruction and agreement, or none."""
         if len(messages) < 2:
             return 0
         role, text = messages[1]
@@ -88,7 +87,7 @@ class Aids:
         return text.replace(MARK, "") if self.rendering.mark_matches else text
 
     def show(self, messages: list[Message], task: str) -> list[Message]:
-        """The messages as the model reads them; none is a system message."""
+        """The messages as the model reads them."""
         compact = self.rendering.compact
         if compact:
             messages = messages[self.opening(messages) :]
@@ -115,8 +114,7 @@ class Aids:
         after the agreement."""
         if not self.rendering.markov:
             return [len(messages)]
-        system = 1 if messages[0][0] == "system" else 0
-        first = system + self.opening(messages[system:]) + 1  # the first action's index
+        first = self.opening(messages) + 1  # the first action's index
         roles = [role for role, _ in messages]
         return [i + 1 for i in range(first, len(roles)) if roles[i] == "assistant"]
 

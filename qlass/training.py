@@ -1,22 +1,37 @@
-"""What both training loops share beside the loop: the order of updates, the learning rate, and the
-log and states from which a stopped training goes on."""
+"""What both training loops share beside the loop: the order of updates, the learning rate, the log
+and states from which a stopped training goes on, and the processes that torchrun starts.
+
+Each process has all of the model. It is not wrapped: DDP would hang on micro-batches that differ in
+number.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from tqdm import tqdm
 
-from qlass import UserError, files, processes, runs
-from qlass.config import Training
+from qlass import UserError
+from qlass.models import device_and_precision
+from qlass.outputs import (
+    Inputs,
+    atomic,
+    begin,
+    dumps,
+    lock,
+    meta_path,
+    remove,
+    share,
+    write_json,
+    write_jsonl,
+)
+from qlass.settings import Learning
 
 T = TypeVar("T")
 
@@ -61,76 +76,115 @@ def cosine(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def autocast(model: nn.Module, dtype: torch.dtype) -> torch.autocast:
-    """bf16 arithmetic on float32 weights where dtype is bf16; else nothing."""
-    device = next(model.parameters()).device.type
-    return torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
+def autocast(config: Learning) -> torch.autocast:
+    """bf16 arithmetic on float32 weights, where that is the precision; else nothing."""
+    place, precision = device_and_precision(config)
+    return torch.autocast(place.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def clip(model: nn.Module, loss: float, step: int, lr: float) -> None:
-    """Clip the gradient's norm at 1. UserError before a NaN spoils the weights."""
-    norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        failure = f"update {step + 1}: loss {loss:.3g}, gradient norm {float(norm):.3g}"
-        raise UserError(f"{failure}: --overwrite and a lower --lr than {lr:g} start again")
+# ------------------------------------------------------------------------------- several processes
 
 
-def begin(out: Path, config: Training, recipe: dict, inputs: runs.Inputs, first: bool) -> bool:
-    """Begin a checkpoint, or resume it. Returns whether there is anything left to train.
-
-    first: whether this is the first of several processes, which alone writes.
-    """
-    if first:
-        runs.claim(out, recipe, config.overwrite)
-        if runs.is_there(out):
-            print(f"{out}: is complete; --overwrite trains it again", flush=True)
-        else:
-            runs.write_meta(out, config, recipe, inputs)
-    processes.wait()
-    return not runs.is_there(out)
+def join(config: Learning) -> None:
+    """Join the processes that torchrun started; alone nothing."""
+    if share()[1] > 1:
+        place, _ = device_and_precision(config)
+        if place.type == "cuda":  # else each process would also open the first one's GPU
+            torch.cuda.set_device(place)
+        distributed.init_process_group("nccl" if place.type == "cuda" else "gloo")
 
 
-class TrainingLog:
-    """A training's log, NAME.log.jsonl, and its states in NAME.partial/: the last and the best.
+def wait() -> None:
+    """Until all processes are here."""
+    if distributed.is_initialized():
+        distributed.barrier()
 
-    A state is weights, moments, random numbers and the log so far.
-    updates, curve: the log's lines, one per update and one per epoch.
+
+def my_share(portions: list[T]) -> list[T]:
+    """This process's: every n-th of n processes."""
+    rank, n = share()
+    return portions[rank::n]
+
+
+def all_reduce(model: nn.Module, loss: float) -> float:
+    """The sum of all processes' losses; every gradient becomes their sum, too. UserError for a loss
+    that is no number."""
+    if distributed.is_initialized():
+        trained = [p for p in model.parameters() if p.requires_grad]
+        total = torch.tensor(loss, device=trained[0].device, dtype=torch.float64)
+        for p in trained:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        for tensor in (total, *(p.grad for p in trained)):
+            distributed.all_reduce(tensor)
+        loss = total.item()
+    if not math.isfinite(loss):
+        raise UserError(f"loss {loss}: it has diverged: --overwrite and a lower --lr")
+    return loss
+
+
+def broadcast(value: float | None) -> float | None:
+    """The first process's value, where rounding may give the others another one."""
+    values = [value]
+    if distributed.is_initialized():
+        distributed.broadcast_object_list(values)
+    return values[0]
+
+
+# --------------------------------------------------------------------------------- the checkpoint
+
+
+class Training:
+    """An unfinished checkpoint: its metadata, its log NAME.log.jsonl, and its states in
+    NAME.partial/, the last and the best. The first process writes.
+
+    lines: the log, one per update and one per epoch, written as it grows. A state is weights,
+    moments, random numbers and the log so far, with which a training goes on: what came behind it
+    is done, and logged, again.
     """
 
     def __init__(
-        self,
-        out: Path,
-        model: nn.Module,
-        optimizer: Any,
-        order: list[list[list[int]]],
-        config: Training,
+        self, out: Path, config: Learning, settings: dict[str, Any], inputs: Inputs
     ) -> None:
-        """Resumes from the last state, if there is one. order: the updates of each epoch, as
-        `updates_of` gives them."""
-        self.model = model
-        self.optimizer = optimizer
-        self.config = config
-        self.order = order
-        self.steps = sum(map(len, order))  # updates of all epochs
-        self.states = runs.states_of(out)
-        self.updates: list[dict] = []
-        self.curve: list[dict] = []
+        self.out, self.config = out, config
+        self.states = out.with_name(out.name + ".partial")
+        self.path = out.with_name(out.name + ".log.jsonl")
+        self.lines: list[dict] = []
+        self.open = contextlib.ExitStack()  # lock and log
+        if share()[0] == 0:
+            self.open.enter_context(lock(out))
+            self.meta = begin(out, config, config.recipe() | settings, inputs)
+        wait()
+        self.complete = out.exists()
+        if self.complete:
+            print(f"{out}: is complete; --overwrite trains it again", flush=True)
+
+    def resume(self, model: nn.Module, optimizer: Any, order: list[list[list[int]]]) -> None:
+        """Begin, or go on from the last state. order: the updates of each epoch."""
+        self.model, self.optimizer, self.order = model, optimizer, order
+        self.steps = sum(map(len, order))
         if (self.states / "last.pt").exists():
             self.load("last.pt")
-        lines = sorted([*self.updates, *self.curve], key=lambda line: line["step"])
-        self.began = time.perf_counter() - (lines[-1]["seconds"] if lines else 0)
-        self.first = files.share()[0] == 0
-        path = out.with_name(out.name + ".log.jsonl") if self.first else os.devnull
-        self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115
-        self.file.writelines(map(files.dumps, lines))
-        every = 0.1 if sys.stderr.isatty() else 30  # seconds; off a terminal a report is a line
-        shown: Any = {"initial": self.step, "disable": not self.first, "mininterval": every}
-        self.bar = tqdm(None, out.name, self.steps, **shown)
+        if share()[0] == 0:
+            write_jsonl(self.path, self.lines)
+            log = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+            self.log = self.open.enter_context(log)
+        self.bar = tqdm(None, self.out.name, self.steps, initial=self.step, mininterval=0.5)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add a line to the log."""
+        self.lines.append(line)
+        if share()[0] == 0:
+            self.log.write(dumps(line))
+            self.log.flush()
+
+    @property
+    def curve(self) -> list[dict]:
+        return [line for line in self.lines if "epoch" in line]
 
     @property
     def step(self) -> int:
         """How many updates are done."""
-        return len(self.updates)
+        return len(self.lines) - len(self.curve)
 
     @property
     def best_epoch(self) -> int:
@@ -151,77 +205,57 @@ class TrainingLog:
         return self.order[epoch][done:]
 
     def end_update(self, loss: float, tokens: int) -> None:
-        """loss: the mean of the update. tokens: of its examples, without padding, which
-        --micro-tokens counts; the log's `tokens` are the sum of all updates so far."""
-        total = tokens + (self.updates[-1]["tokens"] if self.updates else 0)
+        """loss: the mean of the update. tokens: of its examples, without padding."""
         lr = self.optimizer.param_groups[0]["lr"]
-        self.updates.append(self.write(self.step + 1, loss=loss, lr=lr, tokens=total))
-        self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        self.write({"step": self.step + 1, "loss": loss, "lr": lr, "tokens": tokens})
         self.bar.update()
         if self.step % self.config.save_every == 0:
             self.save("last.pt")
 
     def end_epoch(self, validation: float | None, **figures: Any) -> None:
-        """validation: the loss that early stopping watches, None if there is none."""
+        """validation: the loss that --patience is about, None if there is none."""
         epoch = len(self.curve) + 1
-        validation = processes.of_first(self.model, validation)  # all stop after the same epoch
-        if validation is not None and not math.isfinite(validation):
-            raise UserError(f"epoch {epoch}: validation loss {validation}, so it has diverged")
-        updates = self.updates[-len(self.order[epoch - 1]) :]
-        loss = sum(line["loss"] for line in updates) / len(updates)
-        line = self.write(self.step, epoch=epoch, loss=loss, **figures, validation=validation)
-        self.curve.append(line)
+        losses = [line["loss"] for line in self.lines[-len(self.order[epoch - 1]) :]]
+        line = {"step": self.step, "epoch": epoch, "loss": sum(losses) / len(losses)}
+        validation = broadcast(validation)  # all stop after the same epoch
+        self.write(line | figures | {"validation": validation})
         if validation is not None and self.best_epoch == epoch:
             self.save("best.pt")
 
-    def finish(self) -> dict[str, Any]:
-        """Give the model the best epoch's weights. Returns figures for the metadata."""
-        self.bar.close()
-        self.file.close()
-        curve = self.curve
-        best = self.best_epoch
-        figures = {
-            "steps": self.step,
-            "tokens": self.updates[-1]["tokens"],
-            "seconds": curve[-1]["seconds"],
-            "loss": curve[best - 1]["loss"],
-            "best_epoch": best,
-            "curve": curve,
-        }
-        if best < len(curve):
-            self.load("best.pt")
-        return figures
-
-    def write(self, step: int, **figures: Any) -> dict[str, Any]:
-        """Write a line of the log."""
-        seconds = round(time.perf_counter() - self.began, 3)
-        line = {"step": step, "seconds": seconds, **figures}
-        self.file.write(files.dumps(line))
-        self.file.flush()
-        return line
-
     def save(self, name: str) -> None:
         """Write a state, whole or not at all."""
-        if not self.first:
-            return
-        state = {
-            "weights": {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad},
-            "moments": self.optimizer.state_dict(),
-            "random": (torch.get_rng_state(), torch.cuda.get_rng_state_all()),
-            "updates": self.updates,
-            "curve": self.curve,
-        }
-        with files.draft_of(self.states / name) as draft:
-            torch.save(state, draft)
+        if share()[0] == 0:
+            trained = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+            moments = self.optimizer.state_dict()
+            random = (torch.get_rng_state(), torch.cuda.get_rng_state_all())
+            with atomic(self.states / name) as draft:
+                torch.save((trained, moments, random, self.lines), draft)
 
     def load(self, name: str) -> None:
         """Take model, optimizer, random numbers and log from a state."""
-        path = self.states / name
-        with files.one_line(path):
-            state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
-        self.model.load_state_dict(state["weights"], strict=False)  # not the frozen ones
-        self.optimizer.load_state_dict(state["moments"])
-        torch.set_rng_state(state["random"][0])
-        torch.cuda.set_rng_state_all(state["random"][1][: torch.cuda.device_count()])
-        self.updates = state["updates"]
-        self.curve = state["curve"]
+        state = torch.load(self.states / name, map_location="cpu", weights_only=True)
+        trained, moments, random, self.lines = state
+        self.model.load_state_dict(trained, strict=False)  # not the frozen ones
+        self.optimizer.load_state_dict(moments)
+        torch.set_rng_state(random[0])
+        torch.cuda.set_rng_state_all(random[1][: torch.cuda.device_count()])
+
+    def load_best(self) -> None:
+        """Give the model the best epoch's weights."""
+        self.save("last.pt")
+        lines = self.lines
+        if self.best_epoch < len(self.curve):
+            self.load("best.pt")
+        self.lines = lines
+
+    def finish(self, save: Callable[[], None], **figures: Any) -> dict[str, Any]:
+        """Write the metadata, with these figures, and the checkpoint; returns the figures."""
+        figures |= {"steps": self.step, "curve": self.curve, "best_epoch": self.best_epoch}
+        figures["tokens"] = sum(line.get("tokens", 0) for line in self.lines)
+        figures["loss"] = self.curve[self.best_epoch - 1]["loss"]
+        if share()[0] == 0:
+            write_json(meta_path(self.out), self.meta | figures)
+            save()
+            remove(self.states)
+        self.open.close()
+        return figures

@@ -23,9 +23,8 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from qlass import UserError
-from qlass.config import parse, run_stage
-from qlass.files import replacing, warn
-from qlass.runs import outdated
+from qlass.outputs import atomic, changed_inputs, warn
+from qlass.settings import parse, run_stage
 
 TREES = ("q_labels.jsonl", "trees.jsonl")  # of a run, for the viewer: the first that there is
 
@@ -41,7 +40,7 @@ class Config:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse(Config, argv, doc=__doc__)
+    config = parse(Config, __doc__, argv)
     os.environ.setdefault("HOME", tempfile.gettempdir())  # matplotlib asks for it
     from experiments.frontier import frontier
     from reporting import expected, figures, page, tables
@@ -62,13 +61,13 @@ def main(argv: list[str] | None = None) -> None:
     warnings += stale([*inputs, *filter(None, [trees])])
 
     text = tables.text(groups, warnings)
-    with replacing(out.with_suffix(".md")) as file:
+    with atomic(out.with_suffix(".md")) as file:
         file.write(text)
     print(text)
     viewer = page.tree_data(trees)
     pictures = figures.draw(groups, out, (figures.tokens, figures.labels, frontier))
     sections = page.sections(groups, pictures, warnings)
-    with replacing(out) as file:
+    with atomic(out) as file:
         file.write(page.render(sections, viewer, inputs))
     print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
     if config.expected:
@@ -77,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def stale(paths: list[Path]) -> list[str]:
     """What was made from something that has changed since; each is printed, too."""
-    changes = dict.fromkeys(change for path in paths for change in outdated(path))
+    changes = dict.fromkeys((path, source) for path in paths for source in changed_inputs(path))
     texts = [
         f"{product} was made from another {source} than there is now: make it again" for product, source in changes
     ]

@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import envs
-from qlass import UserError, published
+from qlass import UserError, demonstrations
 from qlass.chat import Chat, Rendering
-from qlass.config import Positive, Run, free, read, run_stage
+from qlass.demonstrations import Demonstration
 from qlass.messages import State, parse_action
 from qlass.models import load_chat
-from qlass.published import Demonstration
+from qlass.settings import Run, read, run_stage, runtime
 from qlass.tiny import AIDS, sentence, tiny_model
 from sft import NO_TARGET, examples_of
 
@@ -32,10 +32,10 @@ WIDTH = 100  # columns
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Run):
-    expert: Path | None = free(None)  # demonstrations (RUN/expert.jsonl)
-    number: Positive = free(1)  # which of them, from 1
-    model: str | None = free(None)  # whose tokenizer and chat template (RUN/sft's, or the tiny model's)
-    max_tokens: Positive = free(4096)  # where sft.py cuts a trajectory
+    expert: Path | None = runtime(None)  # demonstrations (RUN/expert.jsonl)
+    number: int = runtime(1)  # which of them, from 1
+    model: str | None = runtime(None)  # whose tokenizer and chat template (RUN/sft's, or the tiny model's)
+    max_tokens: int = runtime(4096)  # where sft.py cuts a trajectory
 
 
 def chat_of(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> Chat:
@@ -65,7 +65,7 @@ def task_of(demonstration: Demonstration, env: envs.TextEnv) -> str | None:
     tasks = env.task_ids("train")
     best = {demonstration.task_id or demonstration.observation: demonstration}
     if demonstration.task_id not in tasks:
-        published.find_tasks(best, env, tasks)
+        demonstrations.find_tasks(best, env, tasks)
     return next((task for task in tasks if task in best), None)
 
 
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     path = config.expert or config.run / "expert.jsonl"
     if not path.exists():
         raise UserError(f"{path}: no such file: name one by --expert, or let sft.py play the environment's expert")
-    expert = published.read(path, env)
+    expert = demonstrations.read(path, env)
     if config.number > len(expert):
         raise UserError(f"--number {config.number}: {path} has {len(expert)} demonstrations")
     demonstration = expert[config.number - 1]

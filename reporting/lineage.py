@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qlass.runs import input_of, meta_of
+from qlass.outputs import input_of, meta_of
 
 COUNTS = ("trees", "budget")  # figures that seeds share too: of flags that may change while an output grows
 

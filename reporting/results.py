@@ -13,10 +13,9 @@ from typing import Any
 
 import pandas as pd
 
-from qlass import UserError
-from qlass.files import parts_of, records_of, warn
+from qlass import UserError, records
 from qlass.messages import parse_action
-from qlass.runs import meta_of
+from qlass.outputs import meta_of, parts_of, warn
 from reporting.lineage import lineage
 from reporting.stats import Estimate, interval
 
@@ -41,13 +40,6 @@ METHODS = {  # in the order of the table
 }
 APART = 'not one row: name the runs apart: python -m reporting "first=PATH" "second=PATH"'
 ALONE = "not one table: report on each alone"
-RESULT = ("task_id", "env", "method", "reward", "tokens")  # fields that a line must have
-KINDS: dict[str, Any] = {
-    **dict.fromkeys(("env", "method", "select", "label", "player", "split", "type"), str),
-    **dict.fromkeys(("M", "N", "seed", "n_steps", "unknown_actions", "env_steps", "resets", "success"), int),
-    **dict.fromkeys(("task_id", "block"), str | int),
-    "steps": list,
-}
 UNTRAINED = ("oracle", "expert", "rule", "chat")  # methods that no training of ours changes
 COSTS = ("prompt", "generated", "scored")
 CONDITION = ["env", "method", "M", "N", "select", "label", "player"]
@@ -137,28 +129,8 @@ def lines_of(path: Path) -> Iterator[tuple[str, dict]]:
     """("FILE:LINE", result). UserError for a file that is not complete, and for what is no result."""
     if not path.exists() and parts_of(path).exists():
         raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
-    for where, line in records_of(path):
-        record = {name: value for name, value in line.items() if value is not None}
-        if missing := [name for name in RESULT if name not in record]:
-            raise UserError(f"{where}: no {missing[0]}; is this a results.jsonl?")
-        for name, value in record.items():
-            if not fits(name, value):
-                raise UserError(f"{where}: {name} can't be {value!r:.40} (data/README.md shows a line)")
-        yield where, record
-
-
-def fits(name: str, value: Any) -> bool:
-    """Whether a field of a result may have this value, as far as its type goes."""
-    if name == "tokens":
-        return isinstance(value, dict) and all(isinstance(count, int | float) for count in value.values())
-    if name == "steps" and isinstance(value, list):
-        return all(isinstance(step, dict) and all(map(step_fits, step, step.values())) for step in value)
-    return isinstance(value, KINDS.get(name, object))
-
-
-def step_fits(name: str, value: Any) -> bool:
-    kinds = {"action": str, "observation": str, "candidates": list | None}
-    return isinstance(value, kinds.get(name, object))
+    for number, line in enumerate(records.read(path, records.Result), 1):
+        yield f"{path}:{number}", {name: value for name, value in line.items() if value is not None}
 
 
 def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None = None) -> list[Group]:

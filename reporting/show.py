@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -76,9 +76,9 @@ def outcomes(
     """The outcomes of a method in the first tasks, in their order, each with its task_id."""
     width = min(config.in_flight or env.side_by_side, TOGETHER)
 
-    def played(task_id: str) -> Generator[Any, Any, dict]:
+    async def outcome_of(task_id: str) -> dict:
         fork = env.fork()
-        outcome = yield from method.play(fork, task_id, chat, {})
+        outcome = await method.play(fork, task_id, chat)
         fork.close()
         return {"task_id": task_id} | outcome
 
@@ -86,7 +86,7 @@ def outcomes(
     title = f"{method}: looking for choices"
     for first in tqdm(range(0, len(tried), width), title, leave=False, disable=len(tried) == 1):
         batch = tried[first : first + width]
-        lines = {line["task_id"]: line for line in drive(map(played, batch), models, width)}
+        lines = {line["task_id"]: line for line in drive(map(outcome_of, batch), models, width)}
         yield from (lines[task_id] for task_id in batch)
 
 

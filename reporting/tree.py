@@ -14,9 +14,9 @@ from pathlib import Path
 from textwrap import shorten
 
 from qlass import UserError
-from qlass.config import parse, run_stage
-from qlass.files import replacing
 from qlass.messages import parse_action
+from qlass.outputs import atomic
+from qlass.settings import parse, run_stage
 from qlass.trees import read_trees
 from reporting import svg
 
@@ -29,7 +29,6 @@ class Config:
     trees: Path | None = None  # q_labels.jsonl or trees.jsonl
     task: str = ""  # whose tree (the first one in which a state has two actions)
     out: Path | None = None  # the picture (RUN/tree_TASK.svg)
-    debug: bool = False  # show the traceback of an error
 
 
 def branches(tree: list[dict]) -> bool:
@@ -54,7 +53,7 @@ def picture(tree: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse(Config, argv, doc=__doc__)
+    config = parse(Config, __doc__, argv)
     here = [config.run / name for name in ("q_labels.jsonl", "trees.jsonl")]
     path = config.trees or next((file for file in here if file.exists()), here[1])
     tasks: list[str] = []
@@ -66,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         wanted = f"tree of task {config.task}" if config.task else "tree with a branch"
         raise UserError(f"{path}: no {wanted}; its tasks are {', '.join(tasks[:5])}, ...")
     out = config.out or path.with_name(f"tree_{re.sub('[^a-zA-Z0-9_.-]', '-', tasks[-1])}.svg")
-    with replacing(out) as file:
+    with atomic(out) as file:
         file.write(picture(tree))
     print(f"{out}: the {len(tree)} nodes of task {tasks[-1]}")
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,11 +23,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 import envs
 from build_trees import Explorer
-from qlass import config
+from qlass import settings
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, react
-from qlass.templates import LETTERS
+from qlass.models import PROBE
 
 # A node of a world is {action: node}, a leaf its final reward. Two steps lead to the first purse, three to the second.
 
@@ -62,10 +62,13 @@ class FakeEnv(envs.TextEnv):
         return functools.reduce(operator.getitem, self.path, self.world)
 
     def task_ids(self, split: str) -> list[str]:
+        return self.split_ids(split)
+
+    def split_ids(self, split: str) -> list[str]:
         return {split: [f"{split}{i}" for i in range(self.tasks)] for split in ("train", "val", "test")}[split]
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        self.task_id, self.path, self.steps = (options or {}).get("task_id", "train0"), (), 0
+        self.task_id, self.path, self.steps = self.task_of(seed, options), (), 0
         return self._look(), self._info()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
@@ -117,18 +120,15 @@ def explore(env, task_id, rendering, depth, width, rollouts, with_expert, prune=
     return explorer.explore((expert or {}) if with_expert else None)
 
 
-def run(generator: Generator, answer: Callable[[Any], Any]) -> tuple[Any, list]:
-    """Play a generator to its end: what it returns, and all requests that it made."""
+def run(player: Coroutine, answer: Callable[[Any], Any]) -> tuple[Any, list]:
+    """Play a coroutine to its end: what it returns, and all requests that it made."""
     requests, reply = [], None
     while True:
         try:
-            asked = generator.send(reply)
+            requests.append(player.send(reply))
         except StopIteration as stop:
             return stop.value, requests
-        several = asked if isinstance(asked, list) else [asked]
-        requests += several
-        replies = [answer(request) for request in several]
-        reply = replies if several is asked else replies[0]
+        reply = answer(requests[-1])
 
 
 def path_of(state: State) -> tuple[str, ...]:
@@ -194,7 +194,6 @@ TEMPLATES: dict[str, tuple[str | None, dict[str, str], list[str]]] = {  # templa
     "chatml-system": (CHATML_SYSTEM, {"eos_token": "<|endoftext|>"}, ["<|im_start|>", "<|im_end|>"]),
     "llama-3": (LLAMA_3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}, HEADERS),
     "mistral": (MISTRAL, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, ["[INST]", "[/INST]"]),
-    "none": (None, {"eos_token": "<|endoftext|>"}, []),
 }
 
 
@@ -238,9 +237,9 @@ def word_chat(**rendering: Any) -> Chat:
 
     A user's turn costs its words and two more, for <user> and <agent>.
     """
-    words = ["<pad>", "<end>", "<unk>", "<user>", "<agent>", *WORDS.split(), *LETTERS.split()]
+    words = ["<pad>", "<end>", "<unk>", "<user>", "<agent>", *WORDS.split()]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    core.add_tokens(["<user>", "<agent>"])  # nothing else has a "<"
+    core.add_tokens(["<user>", "<agent>", PROBE])  # nothing else has a "<"
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("<", "isolated"), pre_tokenizers.WhitespaceSplit()]
     )
@@ -306,7 +305,7 @@ def fork(main: Callable, argv: list[str], folder: Path = Path(), **env: str) -> 
 
 def settings_of(stage: Any, *argv: str) -> Any:
     """The Config of a stage or an experiment, a module, as these flags set it."""
-    return config.read(stage.Config, stage.__doc__, list(argv))
+    return settings.read(stage.Config, stage.__doc__, list(argv))
 
 
 @contextlib.contextmanager

@@ -4,19 +4,18 @@ import json
 from collections import Counter
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, dump, explore, path_of, run, say
+from fakes import WORLD, FakeEnv, Script, explore, path_of, run, say
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import build_trees
-from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS, Explorer
+from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS, Explorer, tree_records
 from experiments import eto
 from experiments.qval.points import Point, digest
-from qlass import UserError, published
+from qlass import UserError
 from qlass.chat import Rendering
 from qlass.messages import State, parse_action
-from qlass.published import Demonstration
-from qlass.trees import tree_records
+from qlass.demonstrations import Demonstration
 
 
 def shown(*actions: str, begin: str = "you stand at start", **fields) -> Demonstration:
@@ -178,23 +177,6 @@ def test_texts_that_the_environment_takes_for_the_same_are_one_child(monkeypatch
     assert root.children["left"].expert and env.played.count(("train0", "left")) == 2  # by the agent once, and by tau_0
 
 
-def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_are_counted(monkeypatch, tmp_path):
-    monkeypatch.setattr(FakeEnv, "in_own_words", lambda self, text: text.replace("east", "right"))
-
-    def records(*moves: str) -> list[dict]:
-        (tmp_path / "expert.jsonl").write_text(dump([line(*moves, task_id="train0")]))
-        expert = published.by_task(published.read(tmp_path / "expert.jsonl", FakeEnv()), FakeEnv())
-        return tree_records(FakeEnv(), "train0", grow({}, 1, 1, 1, expert=expert)[2])
-
-    demonstrated = records("Action: east", "Action: right", "Action: east")
-    assert [node["action"] for node in demonstrated if node["expert"]] == ["Action: right"] * 3
-    recorded = [({}, 0), ({"train0": 1.0}, 0), ({"train0": 0.5}, 1), ({"another": 0.5}, 0)]
-    for rewards, failed in recorded:
-        demonstrations = {key: shown("Action: right", reward=reward) for key, reward in rewards.items()}
-        assert published.failures(demonstrated, demonstrations)["failed_demonstrations"] == failed
-    assert published.failures(records("Action: east"), {})["failed_demonstrations"] == 1  # it earned nothing
-
-
 worlds = st.recursive(
     st.sampled_from([0.0, 0.3, 1.0]), lambda w: st.dictionaries(st.sampled_from("abc"), w, min_size=1), max_leaves=12
 ).filter(lambda w: isinstance(w, dict))
@@ -226,28 +208,6 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
         if node.depth:
             assert (env.message(observation), reward, done) == (node.observation, node.reward, node.done)
         assert len({parse_action(child.action) for child in node.children.values()}) == len(node.children)
-
-
-def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch):
-    path, env = tmp_path / "expert.jsonl", FakeEnv()
-    monkeypatch.setattr(FakeEnv, "published_id", lambda self, record: record.get("id"))
-
-    def read(*records: dict, most: int | None = None) -> dict[str, str]:
-        path.write_text(dump(records))
-        best = published.by_task(published.read(path, env, most), env)
-        return {key: demonstration.actions[0] for key, demonstration in best.items()}
-
-    records = (
-        line("left", task_id="a"), line("right", task_id="a", source="policy", reward=1.0),  # added by self-training
-        line("left", begin="hall"), line("left", begin="attic"), line("right", begin="attic"),
-        line("left", begin="attic", id="7"), line("right", task_id="b"),
-    )  # fmt: skip
-    assert read(*records) == {"a": "left", "hall": "left", "7": "left", "b": "right"}  # two tasks begin in the attic
-    assert read(*records, most=2) == {"a": "left"}  # the agent was given so many
-    env.unique_tasks = True
-    assert read(*records)["attic"] == "left"  # the first of equals
-    better = [line("left", reward=0.0), line("right", reward=0.5), line("up", reward=0.5), line("down")]
-    assert read(*better) == {"you stand at start": "right"}
 
 
 # ---------------------------------------------------------------------------------------------------------- the file
@@ -295,37 +255,3 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_lowest_ste
         records = [json.loads(line) for line in text.splitlines()]
         assert list(dict.fromkeys(r["task_id"] for r in records)) == ["train5", "train4", "train3", "train2"]
         assert max(r["depth"] for r in records) == lowest and {r["source"] for r in records} == {"root", "policy"}
-
-
-def test_trees_may_be_of_the_tasks_that_the_agent_was_cloned_from(build, tmp_path, monkeypatch):
-    """In the order of the environment. A demonstration without an id is of each task that begins with its words."""
-    cloned = [tmp_path / "expert.jsonl", None]
-    monkeypatch.setattr(published, "cloned_from", lambda checkpoint: tuple(cloned))
-    cloned[0].write_text(dump([line("Action: right", task_id=task_id) for task_id in ("train3", "train1", None)]))
-    for first, tasks in {1: ["train3"], 2: ["train1", "train3"], None: [f"train{i}" for i in range(4)]}.items():
-        cloned[1] = first
-        records = [json.loads(line) for line in build("--tasks", "cloned", out=f"{first}.jsonl").splitlines()]
-        assert list(dict.fromkeys(record["task_id"] for record in records)) == tasks
-        assert sum(record["expert"] for record in records) == len(tasks)  # a step each, not the expert's way
-    moved, cloned[0] = cloned[0], None
-    assert b'"train3"' in build("--tasks", "cloned", "--expert", str(moved), out="named.jsonl")
-    cloned[0] = moved
-    cloned[0].write_text(dump([line("Action: right", task_id="test1", begin="you stand in a hall")]))
-    for path, says in ((cloned[0], "of no training task"), (None, "not at hand")):
-        cloned[0] = path
-        with pytest.raises(UserError, match=says):
-            build("--tasks", "cloned")
-
-
-def test_demonstrations_are_of_a_task_by_its_id_or_its_words_and_of_none_are_an_error(build, tmp_path, capsys):
-    expert = tmp_path / "expert.jsonl"
-    cases = ("start", "test1", 0), ("hall", None, 0), ("hall", "train3", 1), ("start", None, 4)
-    for place, task_id, matches in cases:
-        expert.write_text(dump([line("Action: right", begin=f"you stand at {place}", task_id=task_id)]))
-        if matches:
-            trees = build("--expert", str(expert), out=f"{matches}.jsonl")
-            assert f"demonstrations of {matches} of 4 tasks" in capsys.readouterr().out
-            assert (trees.count(b'"expert": true') == 4) == (matches == 4)  # a step each, else the expert's
-        else:
-            with pytest.raises(UserError, match="demonstrations of 0 of 4 tasks: --no-expert does without"):
-                build("--expert", str(expert))

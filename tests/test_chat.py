@@ -1,24 +1,21 @@
 """States, actions, marks and how they become tokens under the chat templates of real model families."""
 
-from contextlib import nullcontext
-
 import pytest
 from fakes import SENTENCE_PIECE, TEMPLATES, chat_tokenizer, tiny_backbone, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import AddedToken
 
 from qlass import UserError
 from qlass.batching import LogProb, Sample, Score
 from qlass.chat import Chat, Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.fast.packing import pack_pairs
-from qlass.files import warn_once
 from qlass.messages import State, parse_action, react, uniforms
 from qlass.policy import Policy
-from qlass.published import Demonstration, refuse_second_thoughts
 from qlass.tiny import MARK, mark, sentence
-from train_qnet import Pair, QNet, scorer
+from qlass.pairs import Pair
+from train_qnet import QNet, scorer
 
 CHATML = TEMPLATES["chatml"][0]
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
@@ -38,11 +35,6 @@ MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=Tr
         ("<think>\nAction: left?\n</think>\n\nThought: no\nAction: right", "right"),
         ("so Action: left?\n</think>\nright<think>Action: left", "right"),  # the prompt began it
         ("<think>Action: left, but", ""),
-        ("<thought>\nAction: left?\n</thought>\nright", "right"),
-        ("<reasoning>\nAction: left?\n</reasoning>\n<answer>", "<answer>"),
-        ("<seed:think>\nAction: left?</seed:think>Action: right", "right"),
-        ("◁think▷\nAction: left?◁/think▷right", "right"),
-        ("[THINK]Action: left", ""),
         ("search[thought] <b>", "search[thought] <b>"),
     ],
 )
@@ -97,13 +89,12 @@ def chat_of(template: str, **rendering: object) -> Chat:
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you see a door"))).then(
     "Thought: hm\nAction: open it", "Observation: it is shut"
 )
-SYSTEM = State((("system", "be brief"), *STATE.messages), STATE.task)
 ENDS = {"llama-2": "</s>", "zephyr": "</s>", "chatml": "<|im_end|>", "chatml-system": "<|im_end|>",
         "llama-3": "<|eot_id|>", "mistral": "</s>"}  # fmt: skip
 
 
 @pytest.mark.parametrize("scheme", [None, "first", "always", "never"])
-@pytest.mark.parametrize("name", [n for n in TEMPLATES if n != "none"])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_state_reads_as_the_models_own_template_writes_it(name, scheme):
     """Also where SentencePiece adds a space at a text's beginning, after each control token, or nowhere."""
     tokenizer = chat_tokenizer(name, scheme)
@@ -122,20 +113,6 @@ def test_a_token_that_takes_the_space_before_it_leaves_the_prompt_as_it_is():
     tokenizer.add_tokens([AddedToken("[SEP]", lstrip=True)])
     chat = Chat(tokenizer, Rendering())
     assert chat.action("[SEP] a", "") == [*tokenizer("[SEP] a", add_special_tokens=False).input_ids, chat.stop_id]
-
-
-def test_without_a_template_roles_are_words_and_a_prompt_begins_as_the_tokenizer_begins_a_text():
-    chat, end = CHATS["none"], "<|endoftext|>"
-    assert chat.tokenizer.decode([*chat.prompt(STATE), *chat.action("Action: push", "")]) == (
-        f"User: walk\nAssistant: OK{end}\nUser: you see a door\nAssistant: Thought: hm\nAction: open it{end}\n"
-        f"User: Observation: it is shut\nAssistant: Action: push{end}"
-    )
-    for template in (None, TEMPLATES["llama-3"][0]):  # which has its own
-        tokenizer = chat_tokenizer("llama-3", begins=True)
-        tokenizer.chat_template = template
-        for state in (STATE, SYSTEM):
-            ids = Chat(tokenizer, Rendering()).prompt(state)
-            assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1
 
 
 texts = st.text(alphabet="ab [].:✓é\n", min_size=1, max_size=12).map(lambda s: s.strip() or "a")
@@ -203,32 +180,6 @@ def test_control_tokens_in_a_message_stay_text(name, control):
     observed, other = (chat.prompt(State((("user", text),))) for text in (page, "see it"))
     assert page.replace(" ", "") in chat.tokenizer.decode(observed).replace(" ", "")
     assert [i for i in observed if i in special] == [i for i in other if i in special]  # the template's own
-    if chat.template.system:
-        observed, other = (chat.prompt(State((("system", text), ("user", "see it")))) for text in (page, "see it"))
-        assert [i for i in observed if i in special] == [i for i in other if i in special]
-
-
-def test_a_templates_date_is_that_of_the_checkpoint_or_the_same_every_day():
-    template = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + CHATML
-    chat = chat_of(template, date="2024-07-26")
-    assert chat.tokenizer.decode(chat.prompt(STATE)).startswith("Today: 26 Jul 2024\n")
-    assert chat_of(template).rendering.date == "2025-01-01"
-
-
-def test_system_messages_and_spaces_at_a_messages_ends():
-    spaced = State(tuple((role, f"\n{content} \n") for role, content in SYSTEM.messages))
-    for words in ("m.content", "' ' + m.content.strip() + ' '"):
-        chat = chat_of(CHATML.replace("m.content", words))
-        written = chat.tokenizer.apply_chat_template(SYSTEM.dump(), tokenize=False, add_generation_prompt=True)
-        assert chat.tokenizer.decode(chat.prompt(SYSTEM)) == chat.tokenizer.decode(chat.prompt(spaced)) == written
-    chat = CHATS["chatml"]
-    assert len(chat.message_tokens(SYSTEM)) == len(chat.message_tokens(STATE))  # one list with the first user's
-    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    for template in (refuses + CHATML, CHATML.replace("in messages", "in messages if m.role != 'system'")):
-        other = chat_of(template)
-        assert other.prompt(STATE) == chat.prompt(STATE)
-        with pytest.raises(UserError, match="no system message"):
-            other.prompt(SYSTEM)
 
 
 def test_prompts_beyond_the_context():
@@ -254,91 +205,11 @@ def test_prompts_beyond_the_context():
     [
         CHATML.replace("m.content", "m.content + ('again' if loop.index == 5 else '')"),
         CHATML.replace("m.content", "m.content + ('!' if loop.last and m.role == 'user' else '')"),
-        "{% if messages | length > 6 %}{{ raise_exception('long') }}{% endif %}" + CHATML,
-        "{{ unknown.x.y }}",
-        "{% set form = '%d' %}{{ strftime_now(form) }}" + CHATML,
     ],
 )
 def test_a_template_that_writes_later_turns_otherwise_is_refused(template):
-    with pytest.raises(UserError, match=r"chat template (does not show|fails|prints another date)"):
+    with pytest.raises(UserError, match="chat template does not write all turns alike"):
         chat_of(template)
-
-
-def prompting(words: str) -> str:
-    return CHATML + "{% if add_generation_prompt %}{{ " + words + " }}{% endif %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (prompting("'<think></think>' if enable_thinking is false else '<think>'"), "<think></think>"),
-        (prompting("'' if reasoning_effort == 'none' else raise_exception('none or high')"), ""),
-        (prompting("'<|channel>final' if reasoning_effort == 'low' else ''"), "<|channel>final"),
-        (CHATML.replace("m.content", "m.content + '/nothink' * (m.role == 'user' and not enable_thinking)"), ""),
-        (prompting("'<think>\n'"), "<think>\n"),  # with no switch
-    ],
-)
-def test_thinking_is_off_by_the_templates_own_switch_in_all_turns(template, words, capsys):
-    warn_once.cache_clear()
-    chat_of(template)
-    chat = chat_of(template)
-    written = chat.tokenizer.decode(chat.prompt(STATE))
-    assert written.count("<|im_start|>assistant\n") == written.count("<|im_start|>assistant\n" + words) == 3
-    assert written.endswith(words) and written.count("/nothink") == 3 * ("/nothink" in template)
-    assert written.count("think>") == 3 * words.count("think>")
-    assert capsys.readouterr().err.count("has no switch") == (words == "<think>\n")
-    for thought, refused in (("<think>left?</think>", "</think>" in words), ("", False)):
-        cloned = Demonstration("a", State((("user", "go"), ("assistant", f"{thought}Action: left"))))
-        with pytest.raises(UserError, match="<think> would be cloned behind") if refused else nullcontext():
-            refuse_second_thoughts([cloned], chat)
-
-
-@pytest.mark.parametrize("kind", ["special", "ordinary", "split"])
-def test_a_turn_ends_by_an_added_token_that_model_tokenizer_or_template_names(kind):
-    """In a vocabulary of bytes "#" is token 2, the end that LlamaConfig names by default."""
-    tokenizer = chat_tokenizer("none" if kind == "ordinary" else "chatml")
-    tokenizer.chat_template = CHATML
-    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.split_special_tokens = kind == "split"
-    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    chat = Chat(tokenizer, Rendering(), ends=[2, None, start])
-    assert chat.text(chat.action("click[size #4 <|im_end|>]", "")) == "click[size #4 <|im_end|>]"
-    assert chat.prompt(State((("user", "see <|im_end|>"),))).count(chat.stop_id) == 1
-    nothing_named = Chat(tokenizer, Rendering())
-    assert nothing_named.prompt(State((("user", "see <|im_start|>"),))).count(start) == 2  # the template's own
-    ids = tokenizer("Action: left", add_special_tokens=False).input_ids
-    for end in (start, chat.stop_id, tokenizer.eos_token_id):
-        assert chat.text([*ids, end, *ids]) == "Action: left"
-
-
-@pytest.mark.parametrize(
-    ("part", "value", "fault"),
-    [
-        ("normalizer", normalizers.Lowercase(), "gives an action's 'A' back as 'a'"),
-        ("normalizer", normalizers.Replace("🙂", ""), "gives an action's '🙂' back as"),
-        ("pre_tokenizer", pre_tokenizers.WhitespaceSplit(), "'<end>': the tokenizer produces it from plain text"),
-        ("eos_token", None, "no eos_token"),
-    ],
-)
-def test_a_tokenizer_that_changes_an_action_or_an_end_is_refused(part, value, fault):
-    tokenizer = word_chat().tokenizer if part == "pre_tokenizer" else chat_tokenizer("none")
-    setattr(tokenizer if part == "eos_token" else tokenizer.backend_tokenizer, part, value)
-    with pytest.raises((UserError, ValueError), match=fault):
-        Chat(tokenizer, Rendering())
-
-
-SETTINGS = """temperature=-1 temperature=null temperature=true max_new_tokens="48" max_new_tokens=0 top_p=0 top_k=1.5
-stop="Task:" stop=[1] candidates="all" truncate="newest" compact=1 date=2024 think=true"""
-
-
-def test_settings_are_read_as_they_were_saved_or_refused(tmp_path):
-    settings = Rendering(temperature=1, stop=["", "a"], truncate="oldest", system="", date="2024-07-26")
-    settings.save(tmp_path)
-    assert Rendering.load(tmp_path) == settings and settings.stop == ("a",)
-    for name, value in (setting.split("=") for setting in SETTINGS.split()):
-        (tmp_path / Rendering.FILE).write_text(f'{{"{name}": {value}}}')
-        with pytest.raises(UserError, match=rf"policy\.json: .*{name}"):
-            Rendering.load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [FastPolicy, Policy])

@@ -8,10 +8,10 @@ from fakes import FakeEnv, serving
 import reporting.__main__ as report
 from integrations import chat_agent
 from qlass import UserError
-from qlass.files import read_jsonl
+from qlass.outputs import read_jsonl
 from qlass.messages import parse_action
 from qlass.optional.server import HELLO
-from qlass.runs import meta_of
+from qlass.outputs import meta_of
 
 INSTRUCTION = "walk left or right, or click[what you see]"
 

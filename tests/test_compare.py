@@ -32,7 +32,7 @@ def test_oracles_step_each_candidate(method, q, way, reward, scored):
             return script(request)
         return [q if parse_action(action) == "right" else 0.0 for action in request.actions]
 
-    record, _ = run(method.play(env, "test0", word_chat(), {}), answer)
+    record, _ = run(method.play(env, "test0", word_chat()), answer)
     path = [parse_action(step["action"]) for step in record["steps"]]
     assert (path, record["reward"]) == (way.split(), reward)
     assert record["env_steps"] == len(env.played) == 3 * len(path)  # two looks and a step

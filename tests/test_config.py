@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import json
-import typing
 from pathlib import Path
 
 import pytest
@@ -16,59 +15,47 @@ import sft
 import train_qnet
 from integrations import chat_agent
 from qlass import UserError, presets
-from qlass.config import Run, bounds_in, flag
-from qlass.runs import recipe_of
+from qlass.settings import Run
 
 STAGES = [sft, build_trees, bellman, train_qnet, q_search]
 NAMES = ("compare", "eto", "lookup", "ppo", "retry", "self_train", "tree_grpo", "tree_search")
 MODULES = [*STAGES, *(importlib.import_module(f"experiments.{name}") for name in NAMES)]
-MISTAKES = [
-    (q_search, ["--methd", "qlass"], "--methd.*perhaps you meant --method"),
-    (q_search, ["-M", "2", "0"], "-M 0: 1 or more is expected"),
-    (q_search, ["-M", "2", "x"], "Error parsing -M"),
-    (build_trees, ["--top-p", "1.5"], "--top-p 1.5: 0.01 to 1 is expected"),
-    (bellman, ["--gamma", "nan"], "--gamma nan: 0 to 1 is expected"),
-    (train_qnet, ["--lora", "0"], "--lora 0: 1 or more is expected"),
-    (train_qnet, ["--load-in", "4bit", "--freeze"], "weights in few bits can't be trained; --lora"),
-]
 
-
-@pytest.mark.parametrize(("stage", "flags", "says"), MISTAKES)
-def test_a_mistake_is_one_line(stage, flags, says, capsys):
-    with pytest.raises(UserError, match=says) as error:
+@pytest.mark.parametrize(("stage", "flags"), [(q_search, ["-M", "-2"]), (bellman, ["--gamma", "nan"])])
+def test_a_number_is_not_negative(stage, flags):
+    with pytest.raises(UserError, match="0 or more is expected"):
         settings_of(stage, *flags)
-    assert "\n" not in str(error.value) and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("flags", [["--methd", "qlass"], ["-M", "x"]])
+def test_a_mistake_is_told_by_tyro(flags, capsys):
+    with pytest.raises(SystemExit) as end:
+        settings_of(q_search, *flags)
+    assert end.value.code == 2 and flags[0].strip("-") in capsys.readouterr().err
 
 
 def test_flags_of_every_kind():
-    flags = ["-M", "2", "4", "--show", "--env-option", "b=2", "--env-option", "b=3"]
+    flags = ["-M", "2", "4", "--show", "--env-option", "b=2", "--env-option", "c=3"]
     config = settings_of(q_search, "--method", "greedy", "qlass", *flags)
     assert (config.method, config.M, config.N, config.show) == (("greedy", "qlass"), (2, 4), (), True)
-    assert config.env_option == ("b=3",)  # of two of a name the last one
+    assert config.env_option == ("b=2", "c=3")
     assert settings_of(sft, "--env", "my.worlds:Maze").run == Path("runs/maze")
-    home = settings_of(q_search, "--run=~/run", "--env-option", "data=~/shop", "--stop", "a~b")
-    assert (home.run, home.stop) == (Path.home() / "run", ("a~b",))
-    assert home.env_option == (f"data={Path.home()}/shop",)
-    trees = settings_of(build_trees, "--width", "2", "--limit", "9", "--device", "cpu")
-    recipe = recipe_of(trees.recipe(), {})  # without what changes no byte
-    assert recipe["width"] == 2 and not {"limit", "device", "run", "argv", "preset", "overwrite", "out"} & recipe.keys()
+    recipe = settings_of(build_trees, "--width", "2", "--limit", "9", "--device", "cpu").recipe()
+    assert recipe["width"] == 2 and not {"limit", "device", "run", "preset", "overwrite", "out"} & recipe.keys()
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_a_command_tells_of_itself_on_a_page_and_its_settings_stay(module, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+def test_help_begins_with_what_is_read_and_written(module, capsys):
     with pytest.raises(SystemExit):
         settings_of(module, "--help")
-    page = capsys.readouterr().out.splitlines()
-    assert page[0] == module.__doc__.split("\n")[0]
-    (options,) = [number for number, row in enumerate(page) if "--env-option of webshop: data, goals" in row]
-    assert options <= 60 and (module not in STAGES or max(map(len, page)) <= 100)
-    flags = {flag(field.name) for field in dataclasses.fields(module.Config)} - {"--argv"}
-    assert flags <= {word.strip(",") for line in page for word in line.split()}
+    page = capsys.readouterr().out
+    assert module.__doc__.split("\n")[0] in page
+    if module in STAGES:
+        assert page.index("reads  ") < page.index("writes  ") < page.index(f"python {module.__name__}.py")
 
 
 VALUES = [  # which the published rows have
-    ("webshop", sft, {"n_expert": 100, "epochs": 0, "lr": 3e-3, "batch": 16, "candidates": "valid"}),
+    ("webshop", sft, {"n_expert": 100, "epochs": 34, "lr": 3e-3, "batch": 16, "candidates": "valid"}),
     ("webshop", build_trees, {"depth": 3, "rollouts": 6, "limit": 1000, "temperature": 1.5, "tasks": "new"}),
     ("webshop", bellman, {"gamma": 0.98}),
     ("webshop", train_qnet, {"epochs": 3, "patience": 3, "rank_weight": 4.0, "loss_on": "last", "max_tokens": 1024}),
@@ -90,15 +77,6 @@ def test_the_tiny_models_settings(env, stage, values):
         assert getattr(settings_of(stage, "--env", env, f"--{name}", "2"), name) == 2  # a flag says otherwise
 
 
-def test_every_setting_of_a_preset_is_one_of_its_stage_within_bounds():
-    kinds = {"run": Run} | {module.Config.stage: module.Config for module in reversed(MODULES)}
-    for stages in [*presets.TINY.values(), *presets.PAPER.values(), presets.LORA]:
-        for stage, settings in stages.items():
-            hints = typing.get_type_hints(kinds.get(stage, q_search.Config), include_extras=True)  # as qval
-            for name, value in settings.items():
-                assert all(bounds.low <= value <= bounds.high for bounds in bounds_in(hints[name]))
-
-
 def test_a_pretrained_model_has_the_papers_settings(agent):
     config = settings_of(sft, "--model", "meta-llama/Llama-2-7b-chat-hf")
     assert (config.preset, config.epochs, config.lr, config.batch) == ("paper", 3, 1e-5, 64)
@@ -108,7 +86,15 @@ def test_a_pretrained_model_has_the_papers_settings(agent):
     assert (trees.preset, trees.rollouts, trees.tasks, trees.depth) == ("paper", 1000, "cloned", 3)
 
 
-def test_a_run_has_one_environment_seed_and_preset(tmp_path, capsys):
+def test_every_setting_of_a_preset_is_one_of_its_stage():
+    kinds = {"run": Run} | {module.Config.stage: module.Config for module in reversed(MODULES)}
+    for stages in [*presets.TINY.values(), *presets.PAPER.values(), presets.LORA]:
+        for stage, settings in stages.items():
+            fields = {field.name for field in dataclasses.fields(kinds.get(stage, q_search.Config))}  # as qval
+            assert settings.keys() <= fields
+
+
+def test_a_run_has_one_environment_seed_and_preset(tmp_path):
     begun = {"env": "frozenlake", "env_option": ["map=4x4"], "env_files": {}, "seed": 4, "preset": "paper"}
     (tmp_path / "run.json").write_text(json.dumps(begun))
     run = ["--run", str(tmp_path)]
@@ -118,17 +104,7 @@ def test_a_run_has_one_environment_seed_and_preset(tmp_path, capsys):
         assert (config.preset, config.rollouts) == ("paper", 64)
     assert settings_of(build_trees, *run, "--seed", "5", "--preset", "tiny").rollouts == 600
     for flags in (["--env", "webshop"], ["--env-option", "map=8x8"], ["--env-option", "slippery=true"]):
-        with pytest.raises(UserError, match=rf"{tmp_path} is of frozenlake map=4x4, not of .*: leave the flags out"):
+        with pytest.raises(UserError, match=rf"{tmp_path} is of frozenlake map=4x4: give another --run"):
             settings_of(build_trees, *run, *flags)
     assert settings_of(q_search, *run, "--env", "webshop").env_option == ()  # a search may play elsewhere
-    assert f"warning: {tmp_path} is of frozenlake map=4x4, not of webshop: its agent plays" in capsys.readouterr().err
     assert settings_of(q_search, *run, "--env-option", "stray=0").env_option == ("map=4x4", "stray=0")
-    for named in (["--run="], ["--run", ""]):  # "--run $RUN" without such a variable
-        with pytest.raises(UserError, match="--run names no folder"):
-            settings_of(sft, *named)
-    (tmp_path / "run.json").write_text("[]")
-    with pytest.raises(UserError, match=r"run\.json: not a JSON object, but a list"):
-        settings_of(sft, *run)
-    (tmp_path / "run.json").write_text(json.dumps(begun | {"preset": "tiny"}))
-    assert settings_of(sft, *run, "--model", "m.gguf").lr == 3e-3  # and not the paper's 1e-5
-    assert f"warning: {tmp_path} was begun with the preset tiny" in capsys.readouterr().err

@@ -3,71 +3,45 @@
 import copy
 import itertools
 import json
-import os
-import pickle
-import random
 from collections import Counter
 from importlib.util import find_spec
 
-import numpy as np
 import pytest
 from fakes import FakeEnv
-from gymnasium.utils.env_checker import check_env
 from hypothesis import given
 from hypothesis import strategies as st
 
 import envs
-from build_trees import Explorer
 from docs.switches import Switches
-from environments import check, writable
-from experiments import compare, drive_in_order
-from qlass import UserError, presets, published
-from qlass.chat import Rendering
-from qlass.config import Sampling, run_stage
-from qlass.files import read_jsonl
-from qlass.trees import tree_records
+from environments import check
+from experiments import compare
+from qlass import UserError, presets
+from qlass.outputs import read_jsonl
+from qlass.settings import Sampling
 
 FLAG = "docs.switches:Switches"
 installed = pytest.mark.skipif(find_spec("scienceworld") is None, reason="pip install scienceworld")
 EVERY = ["webshop", "alfworld", pytest.param("sciworld", marks=installed), "frozenlake", FLAG]
 
 
-@pytest.fixture(autouse=True)
-def no_class_checked(monkeypatch):
-    monkeypatch.setattr(envs, "CHECKED", set(envs.CHECKED))
-
-
 @pytest.mark.filterwarnings("ignore")  # of gymnasium's checks, on the texts of ScienceWorld
 @pytest.mark.parametrize("name", EVERY)
-def test_every_environment_keeps_what_envs_promises(name, capsys):
+def test_every_environment_keeps_what_envs_promises(name):
+    check.check(envs.make(name, max_steps=None))
     env = envs.make(name, max_steps=None)
-    capsys.readouterr()  # the first process of all makes ALFWorld's games, and says so
-    assert len(envs.check(env)) == 6  # the rules
-    assert name == "sciworld" or not capsys.readouterr().err  # whose plans use more than its few candidates
-    with pytest.raises(UserError, match="step before reset"):
-        env.step("look")
-    check_env(env.fork(), skip_render_check=True)
     task = env.task_ids("train")[-1]
     _, info = env.reset(options={"task_id": task})
     offered = env.valid_actions()
     assert info["task_id"] == task and info["task"] and copy.deepcopy(info)["valid_actions"] == offered
-    for handed_out in (info["valid_actions"], env.valid_actions(), env.split_ids("test")):
-        handed_out.clear()
-    assert env.valid_actions() == offered and env.split_ids("test")
     here, other = env.snapshot(), env.fork()
     for _, action in env.expert(task):
-        twin = pickle.loads(pickle.dumps(env))
-        text, reward, over, truncated, info = env.step(action)
-        assert twin.step(action) == (text, reward, over, truncated, info) and info["known"]
+        assert env.knows(action)
+        *_, over, truncated, info = env.step(action)
         if over:
             break
-    assert over  # without a step limit too
-    ended = env.snapshot()
-    other.restore(ended)
-    for player in (env, env, twin, pickle.loads(pickle.dumps(env)), other):  # the last answer again, without reward
-        assert player.step(offered[0]) == (text, 0.0, True, False, info)
+    assert over and not truncated  # without a step limit too
     other.restore(here)
-    assert other.step(offered[0])[4]["known"]  # it goes on
+    assert other.knows(offered[0])  # it goes on
     env.instruct("Play.")
     env.reset(options={"task_id": task})
     assert env.fork().instruction == env.instruction == "Play."
@@ -90,11 +64,11 @@ def test_every_environment_keeps_what_envs_promises(name, capsys):
         (FLAG, ["done", "switch red"], ["Done", ""]),
     ],
 )
-def test_info_says_whether_the_action_was_one_that_the_environment_knows(name, known, unknown):
+def test_an_environment_knows_what_it_would_act_on(name, known, unknown):
     env = envs.make(name)
     for action in (*known, *unknown):
-        env.reset(options={"index": 0})
-        assert env.step(action)[4]["known"] == (action in known), action
+        env.reset(options={"task_id": env.task_ids("train")[0]})
+        assert env.knows(action) == (action in known), action
     env.close()
 
 
@@ -177,8 +151,8 @@ class Board(Switches):
 
     side_by_side = 1
 
-    def reset(self, **more):
-        answer = super().reset(**more)
+    def reset(self, **kwargs):
+        answer = super().reset(**kwargs)
         self.on = set()
         return answer
 
@@ -189,140 +163,40 @@ class Board(Switches):
         super().restore(copy.deepcopy(snapshot))
 
 
-IDLE = {"expert": lambda self, task_id: iter(())}
-SEEN = dict.fromkeys(Switches().valid_actions(), "")
-HIDDEN = {"log": [], "snapshot": lambda self: (*Board.snapshot(self), self.log.append(0), self.log)}
-HIDDEN["restore"] = lambda self, snapshot: Board.restore(self, snapshot[:4])
-CLOSED = reset_as(lambda self, *answer: 1 / 0 if "closed" in self.simulator else answer)
-CLOSED["close"] = lambda self: self.simulator.update(closed=True)
-BROKEN = {  # a class that keeps the rules: its changes and what is said of each
-    Switches: [
-        ({"snapshot": envs.TextEnv.snapshot}, "snapshot: snapshot is for a class to define"),
-        ({"valid_actions": envs.TextEnv.valid_actions}, "valid_actions is for a class to define"),
-        ({"split_ids": lambda self, split: [3, 1, 2]}, "has the task id 3, which is no str"),
-        ({"task_ids": lambda self, split: random.sample(self.split_ids(split), 20)}, "or other ones at the next call"),
-        ({"split_ids": lambda self, split: []}, "train has no tasks"),
-        ({"reset": lambda self, **more: "All off."}, "reset returns str, not (observation, info)"),
-        (step_as(lambda self, a, o, *rest: (np.zeros(6), *rest)), "is of type ndarray, not str"),
-        (info_as(valid_actions=("done",)), "info of reset has no valid_actions, or one that is no list"),
-        (info_as(valid_actions=["done"]), "or not those of valid_actions()"),
-        (info_as(task_id="4"), "the task_id '4', in task"),
-        (info_as(task=None), "info of reset has no task"),
-        (step_as(lambda self, a, o, r, *rest: (o, 0.5, *rest)), "a step earned 0.5"),  # before the end
-        (step_as(lambda self, a, o, r, *rest: (o, np.float32("nan"), *rest)), "earned nan"),
-        (IDLE, "yields no step"),
-        ({"expert": lambda self, task_id: iter(["done"])}, "expert yields 'done', not ("),
-        (reset_as(lambda self, o, i: (f"{o} {random.random()}", i)), "reset gives, as observation, ... "),
-        (step_as(lambda self, a, o, r, d, t, i: (o, r, d, False, i)), "after step('sing a song') with max_steps = 1"),
-        (step_as(lambda self, a, *rest: (SEEN[a], *rest[1:])), "step('sing a song'): KeyError: 'sing a song' (--de"),
-    ],
-    Board: [
-        ({"snapshot": Switches.snapshot}, "and before"),
-        (HIDDEN, "a snapshot changes while the episode goes on"),
-    ],
-    Wrapped: [
-        ({"side_by_side": 2}, "with side_by_side above 1, forks share nothing"),
-        (CLOSED, "reset: ZeroDivisionError"),  # by close() of another fork
-    ],
-}
+BROKEN = [  # a class that keeps the rules, its changes, and what is said of each
+    (Switches, {"task_ids": None, "split_ids": lambda self, split: []}, "tasks, each once"),
+    (Switches, step_as(lambda self, a, o, r, *rest: (o, 0.5, *rest)), "others 0"),
+    (Switches, info_as(valid_actions=[]), "info has valid_actions"),
+    (Switches, step_as(lambda self, a, o, r, d, t, i: (o, r, d, False, i)), "the last of max_steps truncates"),
+    (Board, {"snapshot": Switches.snapshot}, "restore goes back"),
+]
 
 
-@pytest.mark.parametrize(("base", "change", "says"), [(base, *case) for base in BROKEN for case in BROKEN[base]])
+@pytest.mark.parametrize(("base", "change", "says"), BROKEN)
 def test_a_class_that_breaks_a_rule_is_refused_in_one_line(base, change, says):
+    change = {name: value for name, value in change.items() if value}
     env = type("Broken", (base,), {"name": "broken", **change})()
     with pytest.raises(UserError) as refused:
-        envs.check(env)
+        check.check(env)
     text = str(refused.value)
-    assert text.startswith("broken: ") and says in text and "\n" not in text
-    assert env.max_steps == base.max_steps
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ("pass", "own: every process gives the same"),
-        ("task_ids = lambda self, split: list({*self.split_ids(split)})", "own: train has other tasks in a second pro"),
-        ("valid_actions = lambda self: list({*LAMPS, 'done'})", "other valid_actions in a second process; the rule: "),
-        ("candidates = lambda self: list({('', lamp) for lamp in LAMPS})", "other candidates in a second process"),
-        ("block = subject = lambda self, task_id: str(hash(task_id) % 99)", "other subject in a second process"),
-        ("message = lambda self, text: f'{text} {list({*LAMPS})}'", "other observation in a second process"),  # later
-        ("__init__ = lambda self: Switches.__init__(self, 8 // (os.getpid() == FIRST))", "own can't be asked again"),
-        ("split_ids = lambda self, split: TASKS[:9]", "own: 9 tasks of train are in val too, e.g. 'amber'"),
-        ("split_ids = lambda self, split: TASKS[:9] if split == 'val' else TASKS[9:]", "are in test too"),
-        ("task = agreement = 'Play.'", " of train does (8 in all)"),
-    ],
-)
-def test_a_second_process_and_the_splits_are_compared(body, says, tmp_path, capsys):
-    """`python -m environments.check` of an example with one line of its own."""
-    code = f"import os\nfrom docs.switches import *\nFIRST = {os.getpid()}\nclass Own(Switches):\n    {body}"
-    (tmp_path / f"{tmp_path.name}.py").write_text(code)
-    refused = ""
-    try:
-        check.main([f"{tmp_path.name}:Own"])
-    except UserError as error:
-        refused = str(error)
-    assert says in "".join([*capsys.readouterr(), refused])
-
-
-HALF = "\ud83d"  # of a surrogate pair, which no file holds
-
-
-def crash(*_):
-    raise KeyError("lamp")
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "call", "says"),
-    [
-        ("candidates", crash, lambda env: env.candidates(), "candidates: KeyError"),
-        ("candidates", lambda _: [("", HALF)], lambda env: env.candidates(), r"candidates: half a surrogate in '\\ud"),
-        ("canonical", crash, lambda env: env.canonical("Done"), r"canonical\('Done'\): KeyError"),
-        ("task_type", crash, lambda env: env.task_ids("train"), r"task_type\('\w+'\): KeyError"),
-        ("split_ids", crash, lambda env: env.task_ids("exam"), r"split_ids\('exam'\): KeyError"),
-        ("in_own_words", crash, lambda env: env.in_own_words("go"), "in_own_words: KeyError"),
-        ("rules", crash, lambda env: env.rules(), "rules: KeyError"),
-        ("rules", lambda _: {"r": crash}, lambda env: env.rules()["r"](), "rule 'r': KeyError"),
-        ("oracle", lambda *_: map(crash, "x"), lambda env: [*env.oracle("red")], "oracle: KeyError"),
-    ],
-)
-def test_whatever_raises_names_the_task(name, method, call, says):
-    env = type("Own", (Switches,), {name: method})()
-    env.reset(options={"task_id": "red"})
-    with pytest.raises(UserError, match=f"own: task red: {says}"):
-        call(env)
-
-
-def test_a_user_without_a_home_is_told_the_variable(tmp_path, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    assert writable(tmp_path) == tmp_path
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(UserError, match="read only, and there is no home: set XDG_CACHE_HOME"):
-        writable(tmp_path)
-
-
-def test_half_a_surrogate_is_replaced_where_it_enters():
-    change = reset_as(lambda self, text, info: (text + HALF, info | {"task": HALF + "\ude00 " + HALF}))
-    change |= step_as(lambda self, action, text, *more: (HALF + text, *more))
-    change["message"] = lambda self, text: text + HALF
-    env = type("Own", (Switches,), change)()
-    text, info = env.reset()
-    assert env.message("On: none.") == "On: none.\ufffd"
-    assert text.endswith("off.\ufffd") and info["task"] == "\N{GRINNING FACE} \ufffd"
-    assert env.step("done")[0] == "\ufffdOn: none."
-    envs.check(env)
-
-
-def test_an_expert_that_writes_what_no_candidate_offers_is_told(capsys):
-    envs.check(type("Own", (Switches,), {"candidates": envs.TextEnv.candidates})())
-    says = "own: task white: the expert writes ('white is off.', 'switch white'), which is not among candidates()"
-    assert says in capsys.readouterr().err
+    assert text.startswith("broken: a rule of docs/environment.md does not hold: ") and says in text
 
 
 @pytest.mark.parametrize("kind", [Board, Wrapped, FakeEnv])
 def test_a_class_with_changing_parts_may_keep_the_rules(kind):
-    env = kind()
-    assert len(envs.check(env)) == 6 and len(getattr(env, "played", [])) < 30
+    check.check(kind())
+
+
+def test_a_class_of_ones_own_is_checked_at_its_first_use(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(check, "check", lambda env: asked.append(env.name))
+    config = Sampling(env="test_environments:Board", run=tmp_path)
+    envs.from_config(config)
+    assert asked == ["switches"]
+    (tmp_path / "run.json").write_text(json.dumps({"env": config.env}))  # as its first output has it
+    envs.from_config(config)
+    envs.from_config(Sampling(env="frozenlake", run=tmp_path))
+    assert asked == ["switches"]
 
 
 class Maze(Switches):
@@ -333,74 +207,13 @@ class Maze(Switches):
         self.size, self.rate, self.level, self.door = size, rate, level, 1 / size
 
 
-class Fragile(Switches):
-    name = "fragile"
-
-    def step(self, action):
-        if (self.task_id, action) == ("red", "switch red"):
-            raise KeyError("lamp\nof glass")
-        return super().step(action)
-
-    def split_ids(self, split):
-        return ["red", "white", "blue"]
+def built(*options: str, **more):
+    return envs.from_config(Sampling(env="test_environments:Maze", env_option=options), **more)
 
 
-def built(*options, env="test_environments:Maze", in_flight=None, **more):
-    return envs.from_config(Sampling(env=env, env_option=options, in_flight=in_flight), **more)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ([], "missing a required argument: 'size' (--env-option NAME=VALUE; its options: size, rate, level, max_steps"),
-        (["sizes=7"], "sizes=7: there is no option sizes, but size, rate, level, max_steps; perhaps you meant size"),
-        (["size"], "--env-option size: NAME=VALUE is expected"),
-        (["size=0"], "ZeroDivisionError: division by zero (--debug shows where)"),
-        (["size=2", "rate=fast"], "rate must be a number"),
-        (["size=2", "rate=null"], "rate must be a number"),
-        (["size=2", "max_steps=abc"], "max_steps must be a whole number"),
-        (["size=2"], "--in-flight 3: maze may have 2 open at once, its side_by_side"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_in_one_line(options, says, tmp_path):
-    with pytest.raises(UserError) as refused:
-        built(*options, in_flight=3)
-    assert says in str(refused.value) and not list(tmp_path.iterdir())
-
-
-def test_options_arrive_as_their_defaults_are():
-    env = built("size=2", "level=7", "rate=1", in_flight=2, max_steps=8)
-    assert (env.size, env.level, env.rate, env.max_steps) == (2, "7", 1, 8)  # which its constructor does not pass on
-    for steps, name in itertools.product(["abc", "0", "2.5", "true"], ["frozenlake", FLAG]):
-        with pytest.raises(UserError, match=r"max_steps=.*: a number of steps is expected, or null for no limit"):
-            built(f"max_steps={steps}", env=name)
-    with pytest.raises(UserError, match=r"nofile: No such file or directory \(docs/paper\.md, section Data"):
-        built("instruction=nofile", env=FLAG)
-
-
-def test_a_crash_names_the_task_and_the_action(tmp_path, capsys, monkeypatch):
-    argv = ["--env", "test_environments:Fragile", "--run", str(tmp_path), "--method", "expert", "--limit", "0"]
-    with pytest.raises(SystemExit):
-        run_stage(lambda: compare.main(argv))
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    says = "error: fragile: task red: step('switch red'): KeyError: 'lamp\\nof glass' (--debug shows where)"
-    assert line == says
-    monkeypatch.setattr("sys.argv", ["compare.py", "--debug"])
-    with pytest.raises(UserError) as shown:
-        run_stage(lambda: compare.main(argv))
-    assert isinstance(shown.value.__cause__, KeyError)
-
-
-def test_numbers_of_numpy_become_pythons():
-    change = step_as(lambda self, a, o, r, d, t, i: (o, np.float32(r), np.bool_(d), np.bool_(t), i))
-    env = type("Numeric", (Switches,), change)()
-    envs.check(env)
-    root = next(iter(drive_in_order([Explorer(env, "red", Rendering(), 2, max_rollouts=0).explore({})], {}, 1)))
-    json.dumps(tree_records(env, "red", root))
-
-
-def test_a_player_against_the_rules_in_some_task_is_named():
-    idle = type("Own", (Switches,), IDLE)()
-    for play in (published.demonstrate, compare.Player("expert").episode):
-        with pytest.raises(UserError, match=r"own: (its )?expert does nothing in task red"):
-            play(idle, "red")
+def test_options_arrive_as_their_defaults_are(monkeypatch):
+    monkeypatch.setattr(check, "check", lambda env: None)
+    env = built("size=2", "level=7", "rate=1")
+    assert (env.size, env.level, env.rate) == (2, "7", 1)
+    with pytest.raises(UserError, match="sizes=7: its options are size, rate, level, max_steps"):
+        built("sizes=7")

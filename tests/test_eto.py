@@ -13,10 +13,14 @@ from experiments.eto import Preference, dpo_loss, failures, pack_preferences, si
 from experiments.learning import Learner
 from qlass import UserError
 from qlass.chat import Rendering
-from qlass.files import read_jsonl
+from qlass.outputs import read_jsonl
 from qlass.messages import State, parse_action, react
 from qlass.policy import Policy
-from qlass.published import demonstration
+from qlass.demonstrations import Demonstration
+
+
+def shown(line: dict) -> Demonstration:
+    return Demonstration(line["task_id"], State.load(line["messages"]), line["reward"])
 
 
 def trajectory(*actions, reward=0.0, task="train0"):
@@ -45,7 +49,7 @@ def test_decisions_are_what_the_agent_wrote_each_in_its_state():
 
 def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
     expert = {
-        task: demonstration(trajectory(action, reward=reward, task=task), FakeEnv())
+        task: shown(trajectory(action, reward=reward, task=task))
         for task, action, reward in (("a", "right", 1.0), ("b", "left", 0.4), ("c", "left", 0.4))
     }
     earned = (("a", 0.2), ("a", 1.0), ("b", 0.5), ("c", 0.4 - 1e-9))  # the last as a published file may hold it

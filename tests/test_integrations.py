@@ -295,7 +295,7 @@ def test_a_session_trains_unless_a_request_asks_for_another_split_and_draws_by_i
 
     class Lazy(dict):
         def get(self, name):
-            assert session.step.__globals__["ONE_AT_A_TIME"].locked()  # it may drive the engine
+            assert session.step.__globals__["ONE_AT_A_TIME"].lock()  # it may drive the engine
             return self[name]
 
     session.game.info = Lazy(session.game.info)

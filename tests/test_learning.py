@@ -6,13 +6,13 @@ from fakes import FakeEnv, dump, save_agent, tiny_lm, word_chat
 
 from experiments import eto, ppo, tree_grpo
 from experiments.learning import Learner
-from qlass import UserError, published
-from qlass.agent import load_policy
+from qlass import UserError, demonstrations
+from qlass.policy import load_policy
 from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
-from qlass.files import read_jsonl
+from qlass.outputs import read_jsonl
 from qlass.optional.foreign import FIXED
-from qlass.runs import meta_of
+from qlass.outputs import meta_of
 
 GROUPS = ["--batch-tasks", "8", "--minibatch", "4", "--every", "2"]
 FLAGS = {tree_grpo: GROUPS, ppo: [*GROUPS, "--warm-up", "0"], eto: ["--batch-tasks", "4", "--every", "2"]}
@@ -21,7 +21,7 @@ FLAGS = {tree_grpo: GROUPS, ppo: [*GROUPS, "--warm-up", "0"], eto: ["--batch-tas
 @pytest.fixture
 def train(fake_world, agent, tmp_path):
     """Trains in a folder of that name; returns the lines of updates.jsonl."""
-    expert = dump([published.demonstrate(FakeEnv(), task) for task in FakeEnv().task_ids("train")])
+    expert = dump([demonstrations.demonstrate(FakeEnv(), task) for task in FakeEnv().task_ids("train")])
 
     def start(learner, folder, budget, *flags, sft=agent):
         run = tmp_path / folder

@@ -14,8 +14,8 @@ import pytest
 from fakes import fork
 
 import q_search
-from qlass.files import read_jsonl
-from qlass.runs import meta_of
+from qlass.outputs import read_jsonl
+from qlass.outputs import meta_of
 from qlass.trees import read_trees
 
 ROOT = Path(__file__).parents[1]

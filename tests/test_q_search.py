@@ -10,11 +10,11 @@ from fakes import FakeEnv, Script, path_of, run, say, true_q, word_chat
 
 import q_search
 from q_search import Method
-from qlass import UserError, results
+from qlass import UserError, models
 from qlass.batching import Sample, Score
 from qlass.messages import parse_action
-from qlass.runs import input_of
-from reporting.show import bar
+from qlass.outputs import input_of
+from reporting.show import bar, show
 
 CHAT, stage = word_chat(), q_search
 GREEDY = Method("greedy", temperature=0.0)
@@ -25,9 +25,9 @@ def never(request):
     raise AssertionError(f"no {type(request).__name__} was to be asked")
 
 
-def play(task: str, method: Method, draw, q=never, env: FakeEnv | None = None, played=None) -> tuple[dict, list]:
+def play(task: str, method: Method, draw, q=never, env: FakeEnv | None = None) -> tuple[dict, list]:
     """The record, and all requests."""
-    playing = method.play(env or FakeEnv(), task, CHAT, {} if played is None else played)
+    playing = method.play(env or FakeEnv(), task, CHAT)
     return run(playing, lambda r: (draw if isinstance(r, Sample) else q)(r))
 
 
@@ -112,20 +112,6 @@ def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone():
     assert len({tuple(step["action"] for step in steps) for steps in first}) == 6  # all the ends of the world are met
 
 
-def test_what_was_sampled_for_one_method_serves_the_next():
-    """The first trajectories of best-of-3 are best-of-2's; nothing is shared with a search."""
-    shared = {}
-
-    def played(method, episodes):
-        record, asked = play("test0", method, THREE, true_q, played=episodes)
-        return record, {r.key[1] for r in asked if isinstance(r, Sample)}
-
-    for method in (Method("sample"), Method("best_of_n", N=3, select="q"), Method("best_of_n", N=2, select="oracle")):
-        assert played(method, shared)[0] == played(method, None)[0]
-    assert played(Method("best_of_n", N=3, select="oracle"), shared)[1] == set()
-    assert played(Method("random", "chance", N=3), shared)[1] == {0, 1, 2}
-
-
 BLIND = [GREEDY, Method("sample"), Method("random", "chance", M=2), Method("qlass", "q", M=2),
          Method("qlass", "q", 2, 3, "q"), Method("best_of_n", N=3, select="q")]  # fmt: skip
 
@@ -187,7 +173,7 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
     config = SimpleNamespace(show=True, in_flight=None, split="test")
     models = {Sample: lambda asked: list(map(draw, asked)), Score: lambda asked: list(map(true_q, asked))}
     env, qlass = FakeEnv(), Method("qlass", "q", M=2)
-    results.play(config, env, env.task_ids("test"), [qlass], CHAT, models, {})
+    show(config, env, env.task_ids("test"), [qlass], CHAT, models)
     first, _, _, task, *shown = capsys.readouterr().out.splitlines()
     assert first.startswith("Task test2. The 2 test tasks before it are not shown: they have fewer than 3 steps")
     taken = [line for line in shown if line.startswith("  > ")]
@@ -199,7 +185,7 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
         "with left, left.",
         "",
     ]
-    results.play(config, env, ["test0", "test1"], [qlass, GREEDY], CHAT, models, {})
+    show(config, env, ["test0", "test1"], [qlass, GREEDY], CHAT, models)
     text = capsys.readouterr().out
     assert text.startswith("Task test0. None of the first 2 test tasks has 3 steps in which there was a choice;")
     assert "There was a choice in 1 of 2 steps: step 1. In the others all samples were one action." in text
@@ -217,7 +203,14 @@ def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search):
 
 
 def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted(search, monkeypatch):
-    monkeypatch.setattr("qlass.optional.foreign.context_of", lambda config: 32)  # 20 tokens, and 12 of an action
+    load_chat = models.load_chat
+
+    def of_32_tokens(*arguments):
+        chat = load_chat(*arguments)
+        chat.context = 32  # 20 tokens, and 12 of an action
+        return chat
+
+    monkeypatch.setattr(models, "load_chat", of_32_tokens)
     monkeypatch.setattr("qlass.chat.Chat.stays", lambda *_: 1)  # as where the first message tells all
     asked = ("--method", "greedy", "qlass")
     with pytest.raises(UserError, match=r"more than the model's context of 32: --truncate oldest"):
@@ -237,5 +230,5 @@ def test_a_retrained_qnet_does_not_go_on_with_the_old_ones_lines(search, tmp_pat
     results = tmp_path / "results.jsonl"
     assert input_of(results, "qnet").samefile(copy)  # which the last call did not need
     (copy / "head.safetensors").write_bytes((copy / "head.safetensors").read_bytes()[:-1] + b"?")
-    with pytest.raises(UserError, match="--qnet that has changed"):
+    with pytest.raises(UserError, match="begun with qnet"):
         search("--qnet", str(copy))

@@ -21,13 +21,13 @@ from experiments.qval.metrics import RHO
 from experiments.qval.points import Point, digest, label, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, Decision, Entry, answer, entry
 from qlass import Refused, UserError
-from qlass.agent import load_policy
+from qlass.policy import load_policy
 from qlass.batching import Candidate, Sample, drive
 from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
-from qlass.files import read_jsonl, write_jsonl
+from qlass.outputs import read_jsonl, write_jsonl
 from qlass.messages import State, react
-from qlass.trees import tree_records
+from build_trees import tree_records
 
 RENDERING = Rendering()
 ACTIONS = [react("hm", action) for action in ("left", "right")]
@@ -330,8 +330,7 @@ def test_predictions_are_in_qvals_layout_and_of_these_points_alone(study, tmp_pa
 def test_a_state_that_a_server_refuses_has_no_score(study, tmp_path, monkeypatch, capsys):
     calls = []
 
-    def scores(context, decision):
-        yield from ()
+    async def scores(context, decision):
         calls.append(decision)
         if len(calls) == 1:
             raise Refused("against the rules")

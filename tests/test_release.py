@@ -18,7 +18,7 @@ from integrations.qlass_evaluation import ALFWorld
 from qlass import UserError
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
-from qlass.files import read_jsonl
+from qlass.outputs import read_jsonl
 from qlass.messages import State
 from qlass.results import environment_tokens
 from train_qnet import QNet, scorer

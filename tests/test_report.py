@@ -18,9 +18,9 @@ from fakes import FakeEnv, dump
 import reporting.__main__ as report
 from experiments.frontier import frontier, training_tokens
 from qlass import UserError
-from qlass.files import read_jsonl
+from qlass.outputs import read_jsonl
 from qlass.messages import parse_action
-from qlass.published import demonstrate
+from qlass.demonstrations import demonstrate
 from reporting import demonstration, expected, figures, page, results, tables, tree
 from reporting.lineage import ancestors
 
@@ -34,13 +34,13 @@ def write(path: Path, records: list[dict]) -> None:
     path.write_text(dump(records))
 
 
-def groups_of(*arguments: object) -> dict[str, results.Group]:
+def parts_of(*arguments: object) -> dict[str, results.Group]:
     return {str(g.condition): g for g in results.read_results(results.result_files(map(str, arguments)))}
 
 
 def groups_in(folder: Path, records: list[dict]) -> dict[str, results.Group]:
     write(folder / "results.jsonl", records)
-    return groups_of(folder)
+    return parts_of(folder)
 
 
 def test_ids_stay_text_and_what_is_null_is_counted(tmp_path):
@@ -55,7 +55,7 @@ def test_ids_stay_text_and_what_is_null_is_counted(tmp_path):
 
 
 def test_the_table_by_hand():
-    table = tables.results_table(list(groups_of(RESULTS).values())).set_index("method")
+    table = tables.results_table(list(parts_of(RESULTS).values())).set_index("method")
     assert list(table.index) == [
         "SFT greedy", "best-of-N, picked by QNet N=2", "best-of-N, picked by true reward (oracle) N=2", "QLASS M=2",
     ]  # fmt: skip
@@ -96,7 +96,7 @@ def differences(groups) -> dict[tuple[str, str], dict[str, str]]:
 
 def test_the_differences_by_hand(tmp_path):
     shutil.copy(RESULTS, tmp_path / "results_avg.jsonl")
-    table = differences(groups_of(RESULTS, f"target avg={tmp_path}").values())
+    table = differences(parts_of(RESULTS, f"target avg={tmp_path}").values())
     # Seed 0 is shared: .5, 0, 0, .5. The resampled mean is Binomial(4, 1/2) / 8, whose 95 % are 0 to .5.
     assert table["QLASS M=2", "SFT greedy"]["difference [95 %]"] == "+0.250 [+0.000, +0.500]"
     assert table["QLASS M=2", "SFT greedy"]["verdict"] == "undecided"
@@ -182,11 +182,11 @@ def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_refused
         assert all(warning in text for text in texts)
     write(tmp_path / "results_b.jsonl", [RESULT | {"task_id": "c"}, RESULT | {"reward": 0}])
     with pytest.raises(UserError, match=r"results.jsonl:1 and .*results_b.jsonl:2"):
-        groups_of(tmp_path)
+        parts_of(tmp_path)
     file.unlink()
     for argument in (tmp_path, file):
         with pytest.raises(UserError, match=r"results.jsonl: is not complete: the command that began it \(again\)"):
-            groups_of(argument)
+            parts_of(argument)
 
 
 def test_a_user_without_a_home_gets_a_report(tmp_path):
@@ -223,13 +223,13 @@ def run_folder(folder, seed=0, sft="a", qnet="b", tasks="xy", protocol=None, **f
 def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_told_is_a_warning(tmp_path, capsys):
     folders = [run_folder(tmp_path / f"seed{n}", n, f"a{n}", f"b{n}") for n in range(3)]
     folders[1] = str((tmp_path / "seed1").rename(tmp_path / "moved"))
-    assert {len(group.episodes) for group in groups_of(*folders).values()} == {6}
+    assert {len(group.episodes) for group in parts_of(*folders).values()} == {6}
     assert capsys.readouterr().err == ""
-    groups_of(folders[0], run_folder(tmp_path / "again", 7, "a0", "other"))
+    parts_of(folders[0], run_folder(tmp_path / "again", 7, "a0", "other"))
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1 and "SFT greedy is of one model under two --seed, so not of two" in warning
     (tmp_path / "moved" / "results.meta.json").unlink()
-    groups_of(*folders[:2])
+    parts_of(*folders[:2])
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("warning: lake: 1 of 2 files tell no protocol") and "moved/results.jsonl: no meta" in second
 
@@ -251,7 +251,7 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_t
 def test_what_is_not_the_same_is_not_pooled_and_what_has_another_protocol_is_in_no_table(tmp_path, label, other, says):
     first, second = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", **other)
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
-        assert len(groups_of(first, f"{label}{second}")) == 6
+        assert len(parts_of(first, f"{label}{second}")) == 6
 
 
 def test_the_protocol_stands_below_the_table_and_alone(tmp_path, capsys):
@@ -265,7 +265,7 @@ def test_the_protocol_stands_below_the_table_and_alone(tmp_path, capsys):
     report.main([folders[1], "--protocol"])
     assert json.loads(capsys.readouterr().out) == {f"{folders[1]}/results.jsonl": told | {"seeds": [1]}}
     base = run_folder(tmp_path / "base", results_cloned=False)  # a model as it came
-    assert set(groups_of(base)) == {"rule", "SFT greedy [base agent]", "QLASS [base agent] M=2"}
+    assert set(parts_of(base)) == {"rule", "SFT greedy [base agent]", "QLASS [base agent] M=2"}
 
 
 METAS = {
@@ -297,7 +297,7 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results():
         write(Path(name).with_suffix(".meta.json"), [meta])
     for label, (method, *_) in COSTS.items():
         write(Path(f"results{label}.jsonl"), [RESULT | {"method": method, "label": label}])
-    groups = groups_of(*results_of).values()
+    groups = parts_of(*results_of).values()
     costs = {group.condition.label: training_tokens(group) for group in groups}
     assert costs == pytest.approx({label: tokens for label, (*_, tokens) in COSTS.items()}, nan_ok=True)
     (first, *_) = frontier(list(groups)).axes
@@ -315,7 +315,7 @@ def test_what_two_runs_share_is_counted_once_whatever_way_leads_there():
         Path(name).touch()
         write(Path(name).with_suffix(".meta.json"), [meta])
     write(Path("results.jsonl"), [RESULT | {"method": "qlass"}])
-    (group,) = groups_of("results.jsonl").values()
+    (group,) = parts_of("results.jsonl").values()
     assert set(ancestors(Path("results.jsonl"), ["sft", "qnet"])) == {
         Path("sft-grpo").absolute(), Path("grpo/qnet").absolute(),
     }  # fmt: skip

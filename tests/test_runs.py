@@ -26,7 +26,7 @@ from tyro import MISSING
 import envs
 from experiments import compare
 from q_search import methods_of
-from qlass import config
+from qlass import settings
 from qlass.chat import Rendering
 from qlass.results import protocol
 
@@ -78,10 +78,10 @@ def parsed(*command):
         searches = flags[:1] == ["search"]
         module = importlib.import_module(f"{name}.{'search' if searches else '__main__'}")
         flags = flags[searches:]
-    if not issubclass(module.Config, config.Run):
+    if not issubclass(module.Config, settings.Run):
         required = any(field.default is dataclasses.MISSING for field in dataclasses.fields(module.Config))
         return config.parse(module.Config, flags, MISSING if required else None)
-    read = config.read(module.Config, module.__doc__, flags)
+    read = settings.read(module.Config, module.__doc__, flags)
     if read.stage == "sft" and not (read.run / "run.json").exists():
         read.run.mkdir(parents=True, exist_ok=True)
         shared = {name: getattr(read, name) for name in ("env", "env_option", "seed", "preset")}

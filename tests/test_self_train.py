@@ -12,7 +12,7 @@ from experiments import self_train
 from experiments.self_train import best_branch, kept
 from q_search import Method
 from qlass import Refused, UserError
-from qlass.files import read_jsonl
+from qlass.outputs import read_jsonl
 from qlass.messages import State, parse_action
 
 

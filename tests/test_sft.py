@@ -12,19 +12,17 @@ import pytest
 import torch
 from fakes import FakeEnv, settings_of, tiny_lm, word_chat
 
+import q_search
 import sft
 from experiments import clone_answers
-from qlass import UserError, published
-from qlass.agent import begin_as_cloned, load_policy
+from qlass import demonstrations
 from qlass.chat import Rendering
-from qlass.config import Run
-from qlass.files import read_jsonl
+from qlass.outputs import read_jsonl
 from qlass.messages import State
-from qlass.optional.foreign import FIXED
-from qlass.policy import Policy
-from qlass.published import Demonstration, first_messages, read
+from qlass.policy import QUESTION, Policy, load_agent, load_policy
+from qlass.demonstrations import Demonstration, read
 from qlass.tiny import AIDS, MARK
-from qlass.training import cosine
+from qlass.training import Training, cosine
 
 CHAT = word_chat()
 STATE = State(
@@ -92,8 +90,9 @@ def others(n: int) -> list[State]:
 def test_four_trajectories_are_learned_by_heart():
     model, config = tiny_lm(CHAT), sft.Config(lr=1e-2, batch=4, micro_tokens=40, epochs=80)
     examples = list(sft.examples_of(CHAT, shown(*others(4)), 100))
-    figures = sft.train(model, examples, [], config, Path("sft"), torch.float32)
-    assert figures["loss"] < math.log(4) / 2  # four answers to one question: log 4 over the tokens of an action
+    log = Training(Path("sft"), config, {}, {})
+    sft.train(model, examples, [], config, log)
+    assert log.curve[-1]["loss"] < math.log(4) / 2  # four answers to one question: log 4 over the tokens of an action
     agent = Policy(model, CHAT)
     likely = agent.logprobs([(State(s.messages[:-1]), s.messages[-1][1]) for s in others(4)])
     assert np.exp(likely) == pytest.approx([1 / 4] * 4, abs=0.1)
@@ -133,7 +132,7 @@ ETO = {"id": "webshop_1", "conversations": [{"from": role, "value": text} for ro
 
 
 def test_a_demonstration_ends_with_the_experts_last_action():
-    record = published.demonstrate(FakeEnv(), "train0")
+    record = demonstrations.demonstrate(FakeEnv(), "train0")
     right, seen = "Thought: this way\nAction: right", "Observation: you stand at start right"
     contents = ["walk", "OK", "you stand at start", right, seen, right, f"{seen} right", right]
     assert [m["content"] for m in record["messages"]] == contents
@@ -144,8 +143,8 @@ def test_a_demonstration_ends_with_the_experts_last_action():
 def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world):
     run = ["--env", "frozenlake", "--run", str(tmp_path)]
     sft.main([*run, "--epochs", "1", "--batch", "1", "--n-expert", "4"])
-    chat = load_policy(tmp_path / "sft").chat
-    assert chat.rendering == Rendering(**AIDS)
+    chat = load_policy(tmp_path / "sft", settings_of(q_search, *run)).chat
+    assert chat.rendering == Rendering(**AIDS, agreement="OK")
     state = State(STATE.messages[:3], "find the purse").then(
         "Thought: the purse\nAction: left", "Observation: the purse"
     )
@@ -155,69 +154,27 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world):
     action = "Thought: a , b ½ .\nAction: click[12.5  two spaces]"
     assert chat.text(chat.action(action, "x y")) == action
     meta = json.loads((tmp_path / "sft.meta.json").read_text())
-    assert meta["trajectories"] == 4 and meta["steps"] == 4
+    assert len(meta["tasks"]) == 4 and meta["steps"] == 4
 
 
-@pytest.mark.parametrize(
-    ("flags", "examples", "schedule"),
-    [
-        (["--epochs", "3"], 7, (3, 16)),
-        (["--epochs", "0"], 1350, (12, 16)),
-        (["--epochs", "0"], 7, (50, 2)),  # batches of a quarter, and at least 200 updates
-    ],
-)
-def test_few_demonstrations_are_learned_in_more_epochs_and_smaller_batches(flags, examples, schedule):
-    assert sft.schedule(settings_of(sft, *flags), examples) == schedule
-
-
-def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, agent, fake_world, capsys):
-    """A system text beside the turns, and AgentGym's long agreement; a named model keeps its tokenizer."""
-    turns = [turn | {"loss": True} for turn in ETO["conversations"]]
-    turns[1]["value"] = "OK. I'll follow your instructions and try my best to solve the task."
-    record = {"item_id": "x", "system": "Be brief.", "conversations": turns}
-    (tmp_path / "expert.json").write_text("\ufeff" + json.dumps([record] * 3))
+def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, agent, fake_world):
+    """A named model keeps its tokenizer."""
+    (tmp_path / "expert.json").write_text("\ufeff" + json.dumps([ETO] * 3))
     model = shutil.copytree(agent, tmp_path / "model", ignore=shutil.ignore_patterns(Rendering.FILE))
     run = ["--env", "frozenlake", "--run", str(tmp_path)]
     sft.main([*run, "--model", str(model), "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
     assert not (tmp_path / "expert.jsonl").exists()
-    policy, env = load_policy(tmp_path / "sft"), FakeEnv()
-    chat, fingerprint = policy.chat, json.loads((tmp_path / "sft.meta.json").read_text())["fingerprint"]
-    assert fingerprint == pytest.approx(policy.likelihoods([FIXED])[0], abs=1e-3) and len(set(fingerprint)) == 4
-    own = {"system": "Be brief.", "instruction": "You are shopping.", "agreement": turns[1]["value"]}
-    assert chat.rendering == Rendering(**own) and len(chat.tokenizer) == len(CHAT.tokenizer)
-    begin_as_cloned(env, chat.rendering, Run())
-    state = State.first(env, *env.reset())
+    env = FakeEnv()
+    policy = load_agent(tmp_path / "sft", settings_of(q_search, *run), env)
+    fingerprint = json.loads((tmp_path / "sft.meta.json").read_text())["fingerprint"]
+    assert fingerprint == pytest.approx(policy.likelihoods([QUESTION])[0], abs=1e-3) and len(set(fingerprint)) == 2
+    assert policy.chat.rendering == Rendering(instruction="You are shopping.", agreement="OK")
     cloned = read(tmp_path / "expert.json", FakeEnv())[0]
-    assert cloned.state.messages[:3] == state.messages[:3] == (
-        ("system", "Be brief."), ("user", "You are shopping."), ("assistant", turns[1]["value"])
-    )  # fmt: skip
-    env.instruction, env.system = "another", "Be kind."
-    begin_as_cloned(env, Rendering(system=""), Run())
-    assert env.system == ""  # the demonstrations had none
-    begin_as_cloned(env, chat.rendering, Run(env_option=("instruction=FILE",)))
-    assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
-
-
-def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):
-    turns = ETO["conversations"]
-    at_once = {"conversations": [turns[0], turns[3], turns[2], turns[3]]}  # no OK
-    other = {"conversations": [turns[0] | {"value": "Buy."}, *turns[1:]]}
-    shop = {"instruction": "You are shopping."}
-    for warning, records, shared in (
-        ("their first system differs", [ETO, ETO | {"system": "Be long."}], shop),
-        ("their first instruction differs", [ETO, other], {}),
-        ("1 of 2 demonstrations begin without an instruction and the agent's OK", [ETO, at_once], shop),
-    ):
-        (tmp_path / "expert.json").write_text(json.dumps(records))
-        assert first_messages(FakeEnv(), read(tmp_path / "expert.json", FakeEnv())) == shared
-        assert warning in capsys.readouterr().err
-
-
-def test_what_a_training_starts_from_is_not_overwritten(tmp_path, agent, fake_world):
-    model = shutil.copytree(agent, tmp_path / "model")
-    with pytest.raises(UserError, match="name another --out"):  # told before anything is played or trained
-        sft.main(["--run", str(tmp_path), "--model", str(model), "--out", str(model), "--overwrite"])
-    assert [path.name for path in tmp_path.iterdir()] == ["model"] and (model / "model.safetensors").exists()
+    state = State.first(env, *env.reset())
+    assert cloned.state.messages[:2] == state.messages[:2] == (("user", "You are shopping."), ("assistant", "OK"))
+    other = FakeEnv()
+    load_agent(tmp_path / "sft", settings_of(q_search, *run, "--env-option=instruction=FILE"), other)
+    assert other.instruction == "walk"
 
 
 def test_a_smaller_number_of_demonstrations_is_of_the_first(tmp_path, agent, fake_world, capsys):
@@ -227,28 +184,19 @@ def test_a_smaller_number_of_demonstrations_is_of_the_first(tmp_path, agent, fak
     sft.main([*run, "--n-expert", "2", "--out", str(tmp_path / "two")])
     assert f"{tmp_path / 'sft'}: 6 trajectories" in capsys.readouterr().out
     meta = json.loads((tmp_path / "two.meta.json").read_text())
-    assert (meta["trajectories"], meta["tasks"]) == (2, ["train0", "train1"])
+    assert meta["tasks"] == ["train0", "train1"]
     assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == FakeEnv().task_ids("train")
-
-
-def test_a_command_that_is_refused_adds_no_demonstrations(tmp_path, agent, fake_world):
-    run = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(agent), "--epochs", "1"]
-    sft.main([*run, "--n-expert", "2"])
-    before = (tmp_path / "expert.jsonl").read_bytes()
-    with pytest.raises(UserError, match="--n-expert 2, not 3"):
-        sft.main([*run, "--n-expert", "3"])
-    assert (tmp_path / "expert.jsonl").read_bytes() == before
 
 
 def test_first_messages_are_not_those_of_the_checkpoint_that_is_cloned_on(tmp_path, agent, fake_world):
     model = shutil.copytree(agent, tmp_path / "model")
     policy = json.loads((model / "policy.json").read_text())
-    policy |= {"instruction": "Swim.", "system": "Hm.", "agreement": "Oh"}
+    policy |= {"instruction": "Swim.", "agreement": "Oh"}
     (model / "policy.json").write_text(json.dumps(policy))
     run = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(model), "--epochs", "1", "--n-expert", "2"]
     sft.main(run)
     cloned = json.loads((tmp_path / "sft" / "policy.json").read_text())
-    assert [cloned[name] for name in ("instruction", "system", "agreement")] == [None] * 3
+    assert [cloned[name] for name in ("instruction", "agreement")] == [None, "OK"]
 
 
 # ---------------------------------------------- the environment's answers are cloned too (experiments/clone_answers.py)

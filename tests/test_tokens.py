@@ -1,5 +1,6 @@
 """Every token once: packed trees, remembered prompts, batches and sampling against one plain sequence at a time."""
 
+import dataclasses
 import functools
 import itertools
 from types import SimpleNamespace
@@ -15,8 +16,7 @@ from hypothesis import strategies as st
 
 from experiments import drive_in_order
 from qlass import UserError
-from qlass.agent import load_policy
-from qlass.batching import LogProb, Sample, Score, drive
+from qlass.batching import Request, Sample, Score, drive
 from qlass.chat import Chat, Rendering
 from qlass.fast import cache, parity
 from qlass.fast.cache import PromptCache
@@ -25,10 +25,9 @@ from qlass.fast.score import FastQNet
 from qlass.fast.token_tree import TokenTree, batches, windows_of
 from qlass.fast.tries import Trie
 from qlass.messages import State, react, uniforms
-from qlass.optional.foreign import check_cache
-from qlass.optional.truncation import truncated
-from qlass.policy import Policy
-from train_qnet import QNet, scorer
+from qlass.policy import Policy, load_policy
+from qlass.settings import Sampling
+from train_qnet import QNet
 
 CHAT = word_chat(temperature=0.8)
 MODEL = tiny_lm(CHAT)
@@ -95,7 +94,7 @@ def written_plainly(chat: Chat, request: Sample, k: int, seed: int) -> tuple[lis
     start, settings = len(ids), chat.rendering
     for u in uniforms(settings.max_new_tokens, seed, *request.key, k):
         logp = (plain(ids)[-1] / (request.temperature or 1)).log_softmax(-1)
-        sums = truncated(logp.exp()[None], settings.top_k, settings.top_p)[0].cumsum(-1)
+        sums = logp.exp().cumsum(-1)
         token = int(torch.searchsorted(sums, u * sums[-1]) if request.temperature else logp.argmax())
         ids, total = [*ids, token], total + float(logp[token])
         if token == chat.stop_id or any(stop in chat.tokenizer.decode(ids[start:]) for stop in settings.stop):
@@ -103,10 +102,10 @@ def written_plainly(chat: Chat, request: Sample, k: int, seed: int) -> tuple[lis
     return ids[start:], total
 
 
-SETTINGS = [{}, {"top_k": 5, "top_p": 0.8}, {"stop": ("right", "purse")}]
+SETTINGS = [{}, {"stop": ("right", "purse")}]
 
 
-@pytest.mark.parametrize(("kind", "settings"), [*((FastPolicy, s) for s in SETTINGS), (Policy, SETTINGS[0])])
+@pytest.mark.parametrize(("kind", "settings"), [(FastPolicy, SETTINGS[0]), (FastPolicy, SETTINGS[1]), (Policy, SETTINGS[0])])
 def test_free_sampling_equals_one_token_at_a_time(kind, settings):
     chat, asked, lengths = word_chat(**settings), requests(valid=False), set()
     for request, answer in zip(asked, kind(MODEL, chat, 5).sample(asked), strict=True):
@@ -156,39 +155,28 @@ def test_logits_that_are_not_finite_are_refused(kind, number):
     with torch.no_grad():
         model.get_input_embeddings().weight[CHAT.prompt(FIRST)[1]] = number
     agent = kind(model, CHAT)
-    samples = [Sample(FIRST, 2, ("t",), heat, valid) for heat in (0.0, 0.8) for valid in ((), ACTIONS)]
-    readers = [functools.partial(agent.sample, [sample]) for sample in samples]
-    qnet = scorer(QNet(model.model, CHAT), plain=kind is Policy)
-    readers += [lambda: qnet.score([Score(FIRST, ACTIONS)])]
-    readers += [lambda: agent.likelihoods([LogProb(FIRST, ACTIONS)])]
-    for read in readers:
-        with pytest.raises(UserError, match=r"not finite.*(--precision float32|training has diverged)") as error:
-            read()
-        assert "--plain" not in str(error.value)
+    for heat in (0.0, 0.8):
+        with pytest.raises(UserError, match=r"not finite"):
+            agent.sample([Sample(FIRST, 2, ("t",), heat)])
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        ({"top_k": 2}, [[0, 0.4, 0, 0.3], [0.25, 0.25, 0, 0]]),
-        ({"top_p": 0.4}, [[0, 0.4, 0, 0], [0.25, 0.25, 0, 0]]),
-        ({"top_k": 1, "top_p": 0.9}, [[0, 0.4, 0, 0], [0.25, 0, 0, 0]]),
-        ({"top_k": 2, "top_p": 0.55}, [[0, 0.4, 0, 0], [0.25, 0.25, 0, 0]]),  # of what top-k leaves, .4 is .57
-    ],
-)
-def test_top_k_and_top_p_by_hand(settings, kept):
-    p = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
-    assert truncated(p, **settings).tolist() == kept
+@dataclasses.dataclass(frozen=True)
+class Number(Request[int]):
+    value: int
 
 
-def countdown(i: int, rounds: int):
+class Digit(Number):
+    pass
+
+
+async def countdown(i: int, rounds: int):
     """An episode of so many requests, each its own number."""
     for _ in range(rounds):
-        assert (yield i) == i
+        assert await Number(i) == i
     return i
 
 
-ECHO = {int: lambda asked: asked}
+ECHO = {Number: lambda asked: [request.value for request in asked]}
 
 
 @pytest.mark.parametrize("stop", ["\nObservation:", "é", "\n观察：", "🙂"])
@@ -200,7 +188,7 @@ def test_a_stop_text_of_any_letters_ends_a_turn_where_it_stands(name, stop):
     policy = SimpleNamespace(chat=chat)
     for token in chat.tokenizer.encode(before + stop + after, add_special_tokens=False):
         ids.append(token)
-        if Policy.ended(policy, ids):
+        if FastPolicy.ended(policy, ids):
             break
     assert stop in chat.tokenizer.decode(ids) and "and on and" not in chat.tokenizer.decode(ids)
     assert chat.text(ids) == before
@@ -215,17 +203,23 @@ def test_episodes_come_as_they_finish_or_in_their_order():
     assert list(slow_first) == [*range(1, 21), 0]
 
 
-def test_many_requests_and_lists_of_them_are_answered_in_one_call():
-    def episode(i):
-        one = yield i
+def test_requests_of_one_type_are_answered_in_one_call():
+    async def episode(i):
+        one = await Number(i)
         if i % 2:
-            yield str(i)
-        return one, (yield [10 * i, 10 * i + 1])
+            await Digit(i)
+        return one, await Number(10 * i)
 
     calls = []
-    answers = {kind: lambda asked: calls.append(asked) or [2 * x for x in asked] for kind in (int, str)}
-    assert sorted(drive(map(episode, range(3)), answers, 3)) == [(2 * i, [20 * i, 20 * i + 2]) for i in range(3)]
-    assert calls == [[0, 1, 2], [0, 1, 20, 21], ["1"], [10, 11]]  # the most frequent kind first
+
+    def answer(asked):
+        calls.append((type(asked[0]), [request.value for request in asked]))
+        return [2 * request.value for request in asked]
+
+    answers = {Number: answer, Digit: answer}
+    assert sorted(drive(map(episode, range(3)), answers, 3)) == [(2 * i, 20 * i) for i in range(3)]
+    order = [(Number, [0, 1, 2]), (Number, [0, 20]), (Digit, [1]), (Number, [10])]
+    assert calls == order  # the most frequent kind first
 
 
 PATHS = [path for depth in (3, 0, 2, 1) for path in itertools.product(ACTIONS[:3], repeat=depth)]
@@ -352,15 +346,5 @@ def test_what_cannot_read_token_trees_is_refused(name, tmp_path):
     tiny(name).save_pretrained(tmp_path)
     CHAT.save(tmp_path)
     with pytest.raises(UserError, match="--plain reads it"):
-        load_policy(tmp_path)
-    assert load_policy(tmp_path, plain=True).sample([Sample(FIRST, 2, ("t",), 0.0)])
-
-
-def test_plain_decoding_is_tried_behind_a_cache(monkeypatch):
-    """Bamba takes each token behind its cache for the first of the text, unless it is told the position."""
-    model = tiny("bamba")
-    check_cache(model, "agent")
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda position_ids=None, **inputs: forward(**inputs))
-    with pytest.raises(UserError, match="agent: a token read behind a cache gets other logits"):
-        check_cache(model, "agent")
+        load_policy(tmp_path, Sampling())
+    assert load_policy(tmp_path, Sampling(plain=True)).sample([Sample(FIRST, 2, ("t",), 0.0)])

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from test_train_qnet import labelled_tree
 from torch import nn
 
-from qlass import UserError, processes, training
-from qlass.config import Training
-from qlass.files import read_jsonl
+from qlass import UserError, training
+from qlass.settings import Learning
+from qlass.outputs import read_jsonl
 from qlass.models import adamw
-from qlass.runs import meta_of, recipe_of, states_of
-from qlass.training import TrainingLog, clip, cosine, updates_of
+from qlass.outputs import meta_of
+from qlass.training import Training, cosine, updates_of
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 20), st.integers(0, 3), st.integers(0, 3))
@@ -30,7 +30,7 @@ def test_an_epoch_holds_each_example_once_in_updates_of_at_least_a_batch(sizes, 
 
 
 SCORES = [1.0, 3.0, 2.0, 2.9, 9.0, 9.0]
-SETTINGS = Training(batch=3, lr=0.1, save_every=2)
+SETTINGS = Learning(batch=3, lr=0.1, save_every=2)
 
 
 class Stopped(Exception):
@@ -46,24 +46,27 @@ def fit(folder: Path, scores: list[float | None], stop: int | None = None, spoil
     optimizer = adamw([(model, config.lr)])
     folder.mkdir(exist_ok=True)
     order = [updates_of([1] * 10, config.batch, config.seed, epoch) for epoch in range(6)]
-    log = TrainingLog(folder / "model", model, optimizer, order, config)
+    log = Training(folder / "model", config, {}, {})
+    log.resume(model, optimizer, order)
     weights = []  # after each epoch
     for epoch in log.epochs_left():
         for update in log.updates_left(epoch):
             if log.step == stop:
+                log.open.close()
                 raise Stopped
             loss = (model(data[update]) - 1).square().mean() * (float("nan") if log.step == spoil else 1)
             loss.backward()
-            clip(model, loss.item(), log.step, config.lr)
+            training.all_reduce(model, loss.item())
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
             optimizer.param_groups[0]["lr"] = config.lr * cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss.item(), tokens=len(update))
         weights.append([p.detach().clone() for p in model.parameters()])
-        log.save("last.pt")
         log.end_epoch(scores[epoch] and -scores[epoch], score=scores[epoch])
-    figures = log.finish()
-    assert figures.pop("seconds") > 0 and all(line.pop("seconds") > 0 for line in figures["curve"])
+    log.load_best()
+    log.open.close()
+    figures = {"curve": log.curve, "best_epoch": log.best_epoch, "steps": log.step}
     return list(model.parameters()), figures, weights
 
 
@@ -75,9 +78,8 @@ def same(a, b) -> bool:
 def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(tmp_path, scores, epochs, best):
     final, figures, weights = fit(tmp_path, scores)
     assert len(weights) == epochs and same(final, weights[best - 1]) and figures["best_epoch"] == best
-    assert (figures["steps"], figures["tokens"]) == (4 * epochs, 10 * epochs)
+    assert figures["steps"] == 4 * epochs
     assert [(e["epoch"], e["score"]) for e in figures["curve"]] == list(enumerate(scores[:epochs], 1))
-    assert figures["loss"] == figures["curve"][best - 1]["loss"]
 
 
 @pytest.mark.parametrize("stops", [(0,), (4, 5, 7), (2, 2, 9), (15,)])
@@ -89,50 +91,19 @@ def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp
     final, again, _ = fit(tmp_path / "parts", SCORES, save_every=3)
     assert same(final, expected) and again == figures
     final, again, weights = fit(tmp_path / "parts", SCORES)  # stopped between the last epoch and the end of the stage
-    assert same(final, expected) and again == figures and len(weights) == 1
+    assert same(final, expected) and again == figures and not weights
     logs = [list(read_jsonl(tmp_path / name / "model.log.jsonl")) for name in ("one", "parts")]
-    assert all(line.pop("seconds") > 0 for log in logs for line in log) and logs[0] == logs[1]
+    assert logs[0] == logs[1]
     assert [line["step"] for line in logs[0] if "lr" in line] == list(range(1, 17))
     assert [line["score"] for line in logs[0] if "epoch" in line] == SCORES[:4]
 
 
-def test_another_run_does_not_continue_this_one(tmp_path):
-    out = tmp_path / "model"
-    out.mkdir()  # an empty folder waits for a checkpoint
-
-    def begin(**more) -> bool:
-        config = dataclasses.replace(SETTINGS, run=tmp_path, **more)
-        return training.begin(out, config, recipe_of(config.recipe(), {}), {}, first=True)
-
-    assert begin()
-    with pytest.raises(Stopped):
-        fit(tmp_path, [1.0] * 6, 5)
-    assert begin(save_every=9, micro_tokens=5)  # what changes no weight may differ
-    state = states_of(out) / "last.pt"
-    whole = state.read_bytes()
-    state.write_bytes(whole[:99])
-    with pytest.raises(UserError, match=r"last\.pt: can't be loaded .*complete"):
-        fit(tmp_path, [1.0] * 6)
-    state.write_bytes(whole)
-    with pytest.raises(UserError, match="was begun with --lr"):
-        begin(lr=0.2)
-    meta = out.with_name("model.meta.json").rename(tmp_path / "lost")
-    with pytest.raises(UserError, match=r"leaves a \.meta\.json beside it"):
-        begin(lr=0.2)
-    meta.rename(out.with_name("model.meta.json"))
-    assert begin(overwrite=True) and not states_of(out).exists()
-    out.mkdir()
-    (out / "config.json").touch()
-    assert not begin()
-
-
 def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
-    with pytest.raises(UserError, match=r"update 6: loss nan.*lower --lr than 0\.1"):
+    with pytest.raises(UserError, match=r"loss nan.*lower --lr"):
         fit(tmp_path, [1.0] * 6, spoil=5)
-    state = torch.load(states_of(tmp_path / "model") / "last.pt", weights_only=True)
-    assert state["updates"][-1]["step"] == 4 and all(p.isfinite().all() for p in state["weights"].values())
-    with pytest.raises(UserError, match="validation loss nan"):
-        fit(tmp_path / "other", [float("nan")] * 6)
+    weights, _, _, lines = torch.load(tmp_path / "model.partial" / "last.pt", weights_only=True)
+    assert [line["step"] for line in lines if "lr" in line][-1] == 4
+    assert all(p.isfinite().all() for p in weights.values())
 
 
 def launch(main, argv: list[str], code: int) -> None:
@@ -153,27 +124,20 @@ def test_two_processes_share_the_work_and_train_what_one_does(stage, flags, tmp_
     common = f"--env frozenlake --run {tmp_path} --epochs 2 --micro-tokens 40 --batch 4 --save-every 1 {inputs[stage]}"
     one, two = ([*common.split(), *flags, "--out", str(tmp_path / name)] for name in ("by-1", "by-2"))
     main(one)
-    end_update = TrainingLog.end_update
+    end_update = Training.end_update
 
-    def stopping(log: TrainingLog, *update, **figures) -> None:
-        assert 0 < len(processes.mine([*range(4)])) < 4
+    def stopping(log: Training, *update, **figures) -> None:
+        assert 0 < len(training.my_share([*range(4)])) < 4
         end_update(log, *update, **figures)
         if log.step == 3:
             raise SystemExit(7)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingLog, "end_update", stopping)
+        patch.setattr(Training, "end_update", stopping)
         launch(main, two, 7)
     launch(main, two, 0)
     alone, both = (meta_of(tmp_path / name) for name in ("by-1", "by-2"))
     assert [e["loss"] for e in alone["curve"]] == pytest.approx([e["loss"] for e in both["curve"]], rel=1e-4)
-    assert alone["tokens"] == both["tokens"] and not states_of(tmp_path / "by-2").exists()
+    assert alone["tokens"] == both["tokens"] and not (tmp_path / "by-2.partial").exists()
     for file in (tmp_path / "by-1").glob("*.safetensors"):
         torch.testing.assert_close(load_file(tmp_path / "by-2" / file.name), load_file(file), atol=1e-4, rtol=1e-3)
-
-
-def test_processes_that_do_not_see_one_another_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(UserError, match="start by torchrun"), processes.together(tmp_path / "sft", "cpu"):
-        pass

@@ -42,7 +42,7 @@ def answer(q=true_q, draw=BOTH):
 
 def play(name, M=2, N=1, q=true_q, draw=BOTH, env=None, task="test0", **settings):
     env, method = env or FakeEnv(), TreeSearch(name, M=M, N=N, select="q", own=tuple(settings.items()))
-    record, requests = run(method.play(env, task, CHAT, {}), answer(q, draw))
+    record, requests = run(method.play(env, task, CHAT), answer(q, draw))
     return record, tuple(parse_action(step["action"]) for step in record["steps"]), env, requests
 
 
@@ -50,7 +50,7 @@ def play(name, M=2, N=1, q=true_q, draw=BOTH, env=None, task="test0", **settings
 @pytest.mark.parametrize(("name", "settings"), [("mcts", {"S": 1} | PUCT), ("beam", {"k": 1})])
 def test_one_expansion_a_step_is_qlass(name, settings, q):
     record, *_ = play(name, q=q, draw=by_key, **settings)
-    expected, _ = run(Method("qlass", "q", M=2).play(FakeEnv(), "test0", CHAT, {}), answer(q, by_key))
+    expected, _ = run(Method("qlass", "q", M=2).play(FakeEnv(), "test0", CHAT), answer(q, by_key))
     assert (record["restores"], record["env_steps_replayed"]) == (0, record["env_steps"])
     assert {key: record[key] for key in expected} == expected
 
@@ -95,7 +95,7 @@ def test_a_wider_beam_keeps_what_seems_worse_at_first():
 
 
 def test_particles_at_infinite_tau_are_independent_chains():
-    chains = Method("best_of_n", N=4, select="q").play(FakeEnv(), "test0", CHAT, {})
+    chains = Method("best_of_n", N=4, select="q").play(FakeEnv(), "test0", CHAT)
     expected, asked = run(chains, answer(true_q, by_key))
     record, _, _, requests = play("particles", 1, 4, draw=by_key, tau=math.inf, gamma=0.9)
     assert {r for r in asked if isinstance(r, Sample)} == {r for r in requests if isinstance(r, Sample)}
@@ -169,7 +169,7 @@ def in_trials(request):
 
 def retried(select, stop, N=4, reflect=False):
     method = Retry("retry", N=N, select=select, stop=stop, reflect=reflect)
-    return run(method.play(FakeEnv(), "test0", CHAT, {}), in_trials)
+    return run(method.play(FakeEnv(), "test0", CHAT), in_trials)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import q_search
 import sft
 from data import make_webshop
 from environments.webshop import engine as webshop
-from qlass.published import by_task, demonstrate, read
+from qlass.demonstrations import by_task, demonstrate, read
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import envs
 from data import make_webshop
 from environments.webshop import catalogue, engine, search, store
 from qlass import UserError
-from qlass.config import Sampling
+from qlass.settings import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -110,8 +110,7 @@ class ALFWorldEnv(TextEnv):
             self.task_id = task_id
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        super().reset(seed=seed)
-        self._load(options["task_id"])
+        self._load(self.task_of(seed, options))
         self.state, self.steps, self.feedback = self.player.start, 0, self.player.first
         observation = self.feedback.removeprefix(engine.BANNER)
         self.memory = expert.Memory.first(observation, self.game.goal, self.games.rates, self.game.old)

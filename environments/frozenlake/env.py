@@ -79,8 +79,7 @@ class FrozenLakeEnv(TextEnv):
         self.instruction = self.given or own
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        super().reset(seed=seed)
-        self._load(options["task_id"])
+        self._load(self.task_of(seed, options))
         self.chances, _ = seeding.np_random(zlib.crc32(self.task_id.encode()) if seed is None else seed)
         self.steps = 0
         return self._look(), self._info()

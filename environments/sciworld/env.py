@@ -95,8 +95,7 @@ class SciWorldEnv(TextEnv):
         return task_id.split("/")[1]
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        super().reset(seed=seed)
-        task_id = options["task_id"]
+        task_id = self.task_of(seed, options)
         self.restore((tasks.find_task(task_id, self.simplifications), task_id, (), (), (), 0.0, 0))
         description = self.pool.description(self.task)
         return description, self._info(description, 0.0)

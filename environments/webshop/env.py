@@ -110,8 +110,7 @@ class WebShopEnv(TextEnv):
         return self.shop.goals[int(task_id)]["asin"] if is_goal else task_id
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        super().reset(seed=seed)
-        task_id = options["task_id"]
+        task_id = self.task_of(seed, options)
         if not task_id.isdecimal() or int(task_id) >= len(self.shop.goals):
             raise UserError(f"webshop: unknown task {task_id!r}: tasks are 0 to {len(self.shop.goals) - 1}")
         self.index = int(task_id)

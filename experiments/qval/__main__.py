@@ -14,9 +14,8 @@ alignment predicts the reward; experiments.qval.downstream does so over several 
 
 import dataclasses
 import itertools
-import json
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -29,11 +28,11 @@ from experiments import drive_in_order
 from experiments.qval import downstream, metrics, report, search
 from experiments.qval.points import REFERENCES, Point, distinct, drawn, label, trajectory
 from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, available, entry, inputs
-from qlass import Refused, UserError, files, runs
-from qlass.agent import begin_as_cloned
+from qlass import UserError, outputs
 from qlass.batching import Sample
 from qlass.chat import FLAGS, Rendering
-from qlass.config import Positive, Share, free, read, run_stage
+from qlass.policy import set_first_messages
+from qlass.settings import read, run_stage, runtime
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,20 +40,20 @@ class Config(Judge):
     stage: ClassVar[str] = "qval"
     plays_elsewhere: ClassVar[bool] = True
 
-    points: Positive = 200  # states
+    points: int = 200  # states
     split: str = "test"  # tasks that they are from
-    trajectories: Positive = 1  # of a task
+    trajectories: int = 1  # of a task
     actor: Literal["agent", "expert", "random"] = "agent"  # behaviour policy
-    epsilon: Share = 0.25  # its share of uniform valid actions
-    candidates: Positive = 4  # actions of a state
+    epsilon: float = 0.25  # its share of uniform valid actions
+    candidates: int = 4  # actions of a state
     references: tuple[str, ...] = ()  # exact, planner, expert, policy (all but policy)
-    K: Annotated[Positive, arg(aliases=["-K"])] = 32  # rollouts of the reference policy
-    gamma: Share = 0.95  # discount of the labels, as QVAL has it
+    K: Annotated[int, arg(aliases=["-K"])] = 32  # rollouts of the reference policy
+    gamma: float = 0.95  # discount of the labels, as QVAL has it
     scorers: tuple[str, ...] = ()  # all whose inputs are there
     against: str = "random"  # the scorer that others are compared with
-    results: Path | None = free(None)  # of `search`: rewards to predict
-    sft: Path | None = free(None)  # the agent (RUN/sft, made if missing)
-    out: Path = free(Path("RUN/qval"))
+    results: Path | None = runtime(None)  # of `search`: rewards to predict
+    sft: Path | None = runtime(None)  # the agent (RUN/sft, made if missing)
+    out: Path = runtime(Path("RUN/qval"))
 
 
 def settings_of(argv: list[str]) -> Config:
@@ -76,21 +75,20 @@ class Study:
     context: Context
     rendering: Rendering
 
-    def driven(self, generators: Iterable[Generator], what: str, n: int) -> Iterator[Any]:
-        """What n generators return, in their order."""
+    def driven(self, players: Iterable[Coroutine], what: str, n: int) -> Iterator[Any]:
+        """What n players return, in their order."""
         answers = {Sample: lambda requests: self.context.agent().sample(requests), Call: answer}
-        return iter(tqdm(drive_in_order(generators, answers, self.env.side_by_side), what, n))
+        return iter(tqdm(drive_in_order(players, answers, self.env.side_by_side), what, n))
 
     def kept(self, name: str, lines: Iterable[dict], flags: Iterable[str], **inputs: Path | None) -> list[dict]:
         """The lines of a file, made first if it is not there. flags, inputs: what it depends on."""
         path = self.config.out / name
         flags = ["seed", *flags, *(FLAGS if "sft" in inputs else ())]  # how the agent samples
         settings = {flag: getattr(self.config, flag) for flag in flags} | self.env.settings
-        recipe = runs.claim(path, runs.recipe_of(settings, inputs), self.config.overwrite)
+        outputs.begin(path, self.config, settings, inputs)
         if not path.exists():
-            runs.write_meta(path, self.config, recipe, inputs)
-            files.write_jsonl(path, lines)
-        return list(files.read_jsonl(path))
+            outputs.write_jsonl(path, lines)
+        return list(outputs.read_jsonl(path))
 
     def points(self) -> list[Point]:
         """points.jsonl: the states that the behaviour policy visits."""
@@ -127,11 +125,12 @@ class Study:
         has the values of all candidates and, of a judge, how many answers there are and how many cannot be read."""
         path = self.config.out / "predictions" / f"{name}.json"
         sources = {"points": self.config.out / "points.jsonl", **inputs(chosen, self.context)}
-        recipe = runs.recipe_of(self.config.recipe() | self.env.settings, sources)
-        before = runs.meta_of(path)["recipe"]
-        another = any(before.get(part) != recipe.get(part) for part in ("points", *chosen.needs, *FLAGS))
-        if not path.exists() or another or any(runs.outdated(path)):
-            runs.claim(path, recipe, overwrite=True)
+        recipe, before = self.config.recipe(), outputs.meta_of(path)["recipe"]
+        needed = [name for name in chosen.needs if name not in sources]
+        another = any(before.get(name) != recipe.get(name) for name in (*needed, *FLAGS))
+        if not path.exists() or another or outputs.changed_inputs(path):
+            again = dataclasses.replace(self.config, overwrite=True)
+            outputs.begin(path, again, recipe | self.env.settings, sources)
             self.context.counts.clear()
             lines = (predict(self.env.fork(), point, chosen, self.context) for point in points)
             values = list(self.driven(lines, name, len(points)))
@@ -139,27 +138,21 @@ class Study:
             metadata = {"ranking_point_hashes": [point.hash for point in points], "candidate_values": values}
             metadata |= self.context.counts  # of a judge's answers
             record = {"method_name": name, "method_type": "eval", "values": taken, "config": {}, "metadata": metadata}
-            runs.write_meta(path, self.config, recipe, sources)
-            with files.replacing(path) as out:
-                json.dump(record, out, indent=1)
-        return files.read_object(path)["metadata"]
+            outputs.write_json(path, record)
+        return outputs.read_json(path)["metadata"]
 
 
-def predict(env: envs.TextEnv, point: Point, chosen: Entry, context: Context) -> Generator[Any, Any, list]:
+async def predict(env: envs.TextEnv, point: Point, chosen: Entry, context: Context) -> list:
     """A score's values of a point's candidates."""
     decision = Decision(env, point.restore(env), point.candidates, (point.task_id, "score", point.hash))
-    values: list[float | None] = [None] * len(point.candidates)
-    try:
-        values = yield from chosen.scores(context, decision)
-    except Refused as error:
-        files.warn(f"a state of {point.task_id} has no score: {error}")
+    values = await chosen.scores(context, decision)
     env.close()
     return [None if value is None else float(value) for value in values]
 
 
 def read_predictions(path: str) -> list[list[float | None]]:
     """A file in QVAL's layout: the values of each point's candidates, of a ranking minus their places."""
-    record = files.read_object(Path(path))
+    record = outputs.read_json(Path(path))
     if missing := {"config", "values"} - record.keys():
         raise UserError(f"{path}: no {missing.pop()}; is this one of QVAL's files of predictions?")
     counts = record["config"].get("candidate_counts") or [1] * len(record["values"])
@@ -193,17 +186,17 @@ def main(argv: list[str] | None = None) -> None:
     config = settings_of(argv)
     env = envs.from_config(config)
     if config.actor == "agent" or "policy" in config.references:
-        config = dataclasses.replace(config, sft=runs.find_or_make(config.sft, "sft", "sft", config))
+        config = dataclasses.replace(config, sft=outputs.find_or_make(config.sft, "sft", "sft", config))
     context = Context(config)
     chosen = {context.title(name): entry(name, context) for name in config.scorers or available(context)}
     if config.against != Config.against and config.against not in chosen:
         raise UserError(f"--against {config.against}: choose among {', '.join(chosen)}")
     rendering = context.agent().chat.rendering if config.sft else Rendering()
-    begin_as_cloned(env, rendering, config)
+    set_first_messages(env, rendering, config)
     run = Study(config, env, context, rendering)
     study = report.Study(run.points(), config.against)
     if config.overwrite:
-        files.discard(config.out / "predictions")
+        outputs.remove(config.out / "predictions")
     for reference in config.references:
         study.returns[reference] = pd.DataFrame(run.returns(reference, study.points), study.index)
     for name, score in chosen.items():

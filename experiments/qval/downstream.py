@@ -18,9 +18,8 @@ from tyro.conf import Positional
 
 from experiments.qval.metrics import RHO, markdown
 from qlass import UserError
-from qlass.config import parse, run_stage
-from qlass.files import replacing, warn
-from qlass.runs import outdated
+from qlass.outputs import atomic, changed_inputs, warn
+from qlass.settings import parse, run_stage
 from reporting.results import lines_of
 from reporting.stats import Estimate
 
@@ -39,8 +38,8 @@ class Played:
 
 def rewards(path: Path, env: str) -> dict[str, dict[str, float]]:
     """{scorer: {task: reward}} of the lines of `experiments.qval search` in a results file of this environment."""
-    for product, source in outdated(path):
-        warn(f"{product} was made from another {source} than there is now")
+    for source in changed_inputs(path):
+        warn(f"{path} was made from another {source} than there is now")
     lines = pd.DataFrame.from_records([record for _, record in lines_of(path) if record["method"] == "scorer"])
     if lines.empty:
         raise UserError(f"{path}: nothing of experiments.qval search")
@@ -115,7 +114,7 @@ class Config:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse(Config, argv, doc=__doc__)
+    config = parse(Config, __doc__, argv)
     if not config.folders:
         raise UserError("name the folders of one study or more, as RUN/qval")
     studies = []
@@ -125,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{folder}: fewer than {LEAST} scores have steered there; run qval with --results")
         studies.append(study)
     text = table(studies) + "\n"
-    with replacing(config.out) as out:
+    with atomic(config.out) as out:
         out.write(text)
     print(text)
 

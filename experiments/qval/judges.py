@@ -86,60 +86,60 @@ class Judging:
         request = Sample(State((*talk, ("user", text))), n, key, temperature, valid)
         return Call(self.context.judge.valid_logprobs if valid else self.context.replies, request)
 
-    def direct(self, n: int = 1) -> Scores:
+    async def direct(self, n: int = 1) -> Scores:
         talk = self.shown(LINES, "1: 50")
-        replies = yield [self.ask(self.question([action]), talk, n) for action in self.actions]
+        replies = [await self.ask(self.question([action]), talk, n) for action in self.actions]
         read = [self.count([numbers(text, 1)[0] for text in texts]) for texts in replies]
         grades = [[value for value in values if value is not None] for values in read]
         return [float(np.mean(values)) if values else None for values in grades]
 
-    def sequential(self) -> Scores:
+    async def sequential(self) -> Scores:
         talk, values = self.shown(LINES, "1: 50"), []
         for action in self.actions:
             question = self.question([action])
-            (text,) = yield self.ask(question, talk)
+            (text,) = await self.ask(question, talk)
             talk = (*talk, ("user", question), ("assistant", text or "-"))
             values += self.count(numbers(text, 1))
         return values
 
-    def batched(self) -> Scores:
+    async def batched(self) -> Scores:
         talk = self.shown(LINES, "\n".join(f"{i}: 50" for i, _ in enumerate(self.actions, 1)))
-        (text,) = yield self.ask(self.question(self.actions), talk)
+        (text,) = await self.ask(self.question(self.actions), talk)
         return self.count(numbers(text, len(self.actions)))
 
-    def ranking(self) -> Scores:
+    async def ranking(self) -> Scores:
         talk = self.shown(ORDER, "Ranking: " + " = ".join(str(i) for i, _ in enumerate(self.actions, 1)))
-        (text,) = yield self.ask(self.question(self.actions, "Put them in order."), talk)
+        (text,) = await self.ask(self.question(self.actions, "Put them in order."), talk)
         return self.count(places(text, len(self.actions)))
 
-    def gvl(self) -> Scores:
+    async def gvl(self) -> Scores:
         """Generative value learning: the pages before the last stand in random order."""
         *earlier, page = [text for role, text in self.decision.state.messages if role == "user"][1:]
         order = np.argsort(uniforms(len(earlier), *self.decision.key, "gvl"))
         self.talk = self.told(["It saw, in random order:", *(earlier[i] for i in order), f"It sees: {page}"])
-        return (yield from self.direct())
+        return await self.direct()
 
-    def verifier(self) -> Scores:
+    async def verifier(self) -> Scores:
         question = "What is that worth? Answer with one letter, from A for 100 to T for 0."
         texts = [f"The agent may do this:\n{self.after(action)}\n\n{question}" for action in self.actions]
-        p = np.exp((yield [self.ask(text, self.talk, valid=GRADES) for text in texts]))
+        p = np.exp([await self.ask(text, self.talk, valid=GRADES) for text in texts])
         return self.count([float(row @ np.linspace(1, 0, 20) / row.sum()) if row.any() else None for row in p])
 
-    def delta_belief(self) -> Scores:
+    async def delta_belief(self) -> Scores:
         question = "Will the agent succeed, if it acts well from now on? Answer with one word, Yes or No."
         texts = [question, *(f"It did: {self.after(action)}\n\n{question}" for action in self.actions)]
-        p = np.exp((yield [self.ask(text, self.talk, valid=("Yes", "No")) for text in texts]))
+        p = np.exp([await self.ask(text, self.talk, valid=("Yes", "No")) for text in texts])
         before, *after = self.count([float(np.log(yes / (yes + no))) if yes else None for yes, no in p])
         return [None if None in (before, value) else value - before for value in after]
 
-    def codegen(self, n: int = 1, make: str = "written") -> Scores:
+    async def codegen(self, n: int = 1, make: str = "written") -> Scores:
         """The mean of n functions, of those that value each action. They are written for the first decision."""
         states = [self.decision.state, *(self.decision.after(action)[0] for action in self.actions)]
         now, *later = ["\n\n".join(content for _, content in state.messages) for state in states]
         calls = [(now, parse_action(action), text) for action, text in zip(self.actions, later, strict=True)]
         functions = self.context.cached(make, lambda: getattr(self, make)(calls))[:n]
         self.context.counts["sources"] = [function.args[1] for function in functions]
-        values = self.count((yield [Call(function, call) for function in functions for call in calls]))
+        values = self.count([await Call(function, call) for function in functions for call in calls])
         rows = np.array(values, float).reshape(len(functions), len(calls))
         finite = rows[np.isfinite(rows).all(axis=1)]
         return finite.mean(axis=0).tolist() if len(finite) else [None] * len(calls)

@@ -16,7 +16,7 @@ If the episode ends with reward r after n steps, with the action's own, the acti
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import envs
@@ -62,9 +62,9 @@ def digest(observation: str) -> str:
     return hashlib.sha256(observation.encode()).hexdigest()[:16]
 
 
-def trajectory(
+async def trajectory(
     env: envs.TextEnv, task_id: str, n: int, actor: str, epsilon: float, width: int, rendering: Rendering, seed: int
-) -> Generator[Any, Any, list[Point]]:
+) -> list[Point]:
     """The n-th episode of the behaviour policy: the actor, or with probability epsilon a uniform valid action.
 
     The candidates of a state are the action taken, the agent's other draws, then uniform valid actions up to `width`.
@@ -78,7 +78,7 @@ def trajectory(
         valid = [react(*candidate) for candidate in env.candidates()]
         drawn = uniform = sorted(valid, key=lambda action: uniforms(1, seed, *key, action)[0])
         if actor == "agent":
-            drawn = [c.text for c in (yield ask(env, state, DRAWS, key, rendering))]
+            drawn = [c.text for c in await ask(env, state, DRAWS, key, rendering)]
         elif actor == "expert":
             drawn = [react(*decision)] if (decision := next(expert, None)) else []
         stray, *order = uniforms(1 + width, seed, *key)
@@ -111,9 +111,9 @@ def drawn(reference: str, task_id: str) -> bool:
     return reference == "policy" or (reference == "expert" and task_id.startswith("slippery"))
 
 
-def label(
+async def label(
     env: envs.TextEnv, point: Point, i: int, k: int, reference: str, gamma: float, rendering: Rendering
-) -> Generator[Any, Any, float]:
+) -> float:
     """The k-th return of a point's i-th candidate. Each has its own random numbers."""
     state, text = point.restore(env), point.candidates[i]
     key = (point.task_id, "label", point.hash, i, k)
@@ -121,9 +121,9 @@ def label(
     if reference in EXACT:
         value = exact(env, state, text, gamma)
     elif reference == "expert":
-        value = yield from rollout(env, state, text, gamma, key, rendering, env.expert(point.task_id))
+        value = await rollout(env, state, text, gamma, key, rendering, env.expert(point.task_id))
     else:
-        value = round((yield from rollout(env, state, text, gamma, key, rendering)), 6)
+        value = round(await rollout(env, state, text, gamma, key, rendering), 6)
     env.close()
     return value
 
@@ -133,9 +133,9 @@ def exact(env: envs.TextEnv, state: State, text: str, gamma: float) -> float:
     return ahead(env, state, text, None, gamma)
 
 
-def rollout(
+async def rollout(
     env: envs.TextEnv, state: State, text: str, gamma: float, key: tuple, rendering: Rendering, player: Any = None
-) -> Generator[Any, Any, float]:
+) -> float:
     """The discounted reward after this action: of a player of the environment, without one of the agent."""
     state, reward, done = state.act(env, text)
     discount, moves = 1.0, itertools.count(1)
@@ -148,7 +148,7 @@ def rollout(
         else:
             # Of a Markov environment the same state, whatever led there: the agent reads it once.
             state = State(state.messages[-1:], state.task) if rendering.markov else state
-            (candidate,) = yield ask(env, state, 1, (*key, next(moves)), rendering)
+            (candidate,) = await ask(env, state, 1, (*key, next(moves)), rendering)
             text = candidate.text
         state, reward, done = state.act(env, text)
         discount *= gamma

@@ -11,7 +11,7 @@ import pandas as pd
 from experiments.qval import downstream, metrics
 from experiments.qval.metrics import RHO, alignment, cell, correlation, markdown
 from experiments.qval.points import EXACT, Point
-from qlass.files import replacing
+from qlass.outputs import atomic
 from reporting.stats import bootstrap
 
 FAMILIES = ["control", "code", "learned", "tree", "policy", "hindsight", "self-distillation"]
@@ -113,7 +113,7 @@ def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, f
         parts.append(table(study, name, labels, rows[name]))
         records[name] = rows[name].assign(orders=orders, **{RHO: rows[name][RHO].map(vars)}).to_dict("index")
     summary = {"title": title, "labels": records, "rewards": rewards}
-    with replacing(folder / "alignment.json") as out:
+    with atomic(folder / "alignment.json") as out:
         json.dump(summary, out, indent=1)
     parts.append(f"### References\n\n{references_table(study, rows)}")
     if played := downstream.played(summary):

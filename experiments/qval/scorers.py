@@ -1,6 +1,6 @@
 """Every score of an action, in one table.
 
-    score(context, decision) -> Generator[requests, answers, list[float | None]]
+    await score(context, decision) -> list[float | None]
 
 A score is a generator on the driver that search runs on. It gives a value to each candidate of a decision, comparable
 within the state; None means that there is no score. It asks a model by a `Call`: calls of one function, from all states
@@ -10,7 +10,7 @@ that are scored side by side, share a batch.
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,21 +19,20 @@ import numpy as np
 
 import bellman
 import envs
+from experiments.chat_policy import ChatPolicy
 from experiments.qval.points import REFERENCES, exact
 from qlass import UserError
-from qlass.agent import load_agent, load_policy, loading
-from qlass.batching import Sample, Score, ask
+from qlass.batching import Request, Sample, Score, ask
 from qlass.chat import Rendering
-from qlass.config import Positive, Sampling, is_url
 from qlass.messages import State, parse_action, react, uniforms, without_thinking
-from qlass.optional.served_policy import ChatPolicy
 from qlass.pairs import pairs_of
-from qlass.policy import Policy
+from qlass.policy import Policy, load_agent, load_policy
+from qlass.settings import Sampling
 from qlass.tiny import task_words
 from qlass.trees import read_trees
-from train_qnet import load_qnet
+from train_qnet import QNet, scorer
 
-Scores = Generator[Any, Any, list[float | None]]
+Scores = list[float | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,14 +40,14 @@ class Judge(Sampling):
     """The language model that judges, whose functions are run."""
 
     judge: str | None = None  # chat server URL#MODEL, folder or GGUF file: its scores too
-    judge_tokens: Positive = 1024  # of a reply
+    judge_tokens: int = 1024  # of a reply
 
 
 VOTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class Call(Request[Any]):
     """One item for a function that answers lists of them."""
 
     function: Callable[[list], list]
@@ -112,7 +111,11 @@ class Context:
         return self.cached("sft", lambda: load_agent(self.path("sft"), self.config))
 
     def qnet(self, name: str) -> Any:
-        return self.cached(name, lambda: load_qnet(self.path(name), self.config))
+        return self.cached(name, lambda: self.read_qnet(name))
+
+    def read_qnet(self, name: str) -> Any:
+        qnet = QNet.from_pretrained(self.path(name), self.config)
+        return scorer(qnet, self.config.plain, self.config.cache_gb)
 
     def title(self, name: str) -> str:
         """direct -> direct=MODEL: judgements are kept apart by their judge's model. Other scores' names as they are."""
@@ -125,24 +128,24 @@ class Context:
     def judge(self) -> Policy | ChatPolicy:
         """The chat model of --judge: a server's, or a checkpoint's, asked by its chat template."""
         config, tokens = self.config, self.config.judge_tokens
-        if is_url(config.judge):
-            return ChatPolicy(config.judge, "--judge", tokens, config.seed)
-        settings = loading(self.path("judge"), config) | {"rendering": Rendering(max_new_tokens=tokens, stop=())}
-        return load_policy(config.judge, config.seed, config.cache_gb, **settings)
+        if "://" in config.judge:
+            return ChatPolicy(config.judge, tokens, config.seed)
+        policy = load_policy(config.judge, config)
+        policy.chat.rendering = Rendering(max_new_tokens=tokens, stop=())
+        return policy
 
     def replies(self, requests: list[Sample]) -> list[list[str]]:
         """What the judge writes, without its thoughts."""
         return [[without_thinking(reply.text) for reply in drawn] for drawn in self.judge.sample(requests)]
 
 
-Scorer = Callable[[Context, Decision], Scores]
+Scorer = Callable[[Context, Decision], Coroutine[Any, Any, Scores]]
 
 
 def each(value: Callable[[Context, Decision, str], float | None]) -> Scorer:
     """The score that is this value of each candidate."""
 
-    def scores(context: Context, decision: Decision) -> Scores:
-        yield from ()
+    async def scores(context: Context, decision: Decision) -> Scores:
         return [value(context, decision, action) for action in decision.candidates]
 
     return scores
@@ -206,13 +209,13 @@ def in_trees(target: str) -> Scorer:
 def by_qnet(name: str) -> Scorer:
     """Q(s, a) by the net in RUN/NAME."""
 
-    def scores(context: Context, decision: Decision) -> Scores:
-        return (yield Call(context.qnet(name).score, Score(decision.state, tuple(decision.candidates))))
+    async def scores(context: Context, decision: Decision) -> Scores:
+        return await Call(context.qnet(name).score, Score(decision.state, tuple(decision.candidates)))
 
     return scores
 
 
-def value_gain(context: Context, decision: Decision) -> Scores:
+async def value_gain(context: Context, decision: Decision) -> Scores:
     """V(s') - V(s), V = max_a Q(s, a) over the valid actions by QNet; where s' has none, as at the end of an episode,
     Q(s, a) - V(s). It sees the next state, and no reward."""
     state, valid = decision.state, [react(*candidate) for candidate in decision.env.candidates()]
@@ -220,13 +223,13 @@ def value_gain(context: Context, decision: Decision) -> Scores:
     for action in decision.candidates:
         after, valid = decision.after(action)
         questions.append(Score(after, tuple(valid)) if valid else Score(state, (action,)))
-    now, *later = yield [Call(context.qnet("qnet").score, question) for question in questions]
+    now, *later = [await Call(context.qnet("qnet").score, question) for question in questions]
     return [max(values) - max(now) for values in later]
 
 
-def logprob(context: Context, decision: Decision) -> Scores:
+async def logprob(context: Context, decision: Decision) -> Scores:
     """log pi(a | s)."""
-    return (yield [Call(context.agent().logprobs, (decision.state, action)) for action in decision.candidates])
+    return [await Call(context.agent().logprobs, (decision.state, action)) for action in decision.candidates]
 
 
 def per_token(context: Context, decision: Decision, logp: list[float]) -> list[float]:
@@ -235,11 +238,11 @@ def per_token(context: Context, decision: Decision, logp: list[float]) -> list[f
     return [value / len(chat.action(a, task)) for value, a in zip(logp, decision.candidates, strict=True)]
 
 
-def logprob_token(context: Context, decision: Decision) -> Scores:
-    return per_token(context, decision, (yield from logprob(context, decision)))
+async def logprob_token(context: Context, decision: Decision) -> Scores:
+    return per_token(context, decision, await logprob(context, decision))
 
 
-def self_distillation(context: Context, decision: Decision, truth: bool = False) -> Scores:
+async def self_distillation(context: Context, decision: Decision, truth: bool = False) -> Scores:
     """The mean log-ratio of an action's tokens with and without the next state in view (SDPO). With the `truth`
     what the best player makes of it is in view too: QVAL's evidence of an expert's rollout."""
     *earlier, (role, content) = decision.state.messages
@@ -252,17 +255,17 @@ def self_distillation(context: Context, decision: Decision, truth: bool = False)
             text += f"\nThe best player then gets {value:.2f}."
         hinted_state = State((*earlier, (role, text)), decision.state.task)
         calls.append(Call(context.agent().logprobs, (hinted_state, action)))
-    hinted = yield calls
-    blind = yield from logprob(context, decision)
+    hinted = [await call for call in calls]
+    blind = await logprob(context, decision)
     return per_token(context, decision, np.subtract(hinted, blind).tolist())
 
 
-def vote_share(context: Context, decision: Decision) -> Scores:
+async def vote_share(context: Context, decision: Decision) -> Scores:
     """How many of VOTES draws of the agent are this action (self-consistency)."""
     rendering = context.agent().chat.rendering
     request = ask(decision.env, decision.state, VOTES, (*decision.key, "vote"), rendering)
     canonical = decision.env.canonical
-    drawn = [canonical(parse_action(c.text)) for c in (yield Call(context.agent().sample, request))]
+    drawn = [canonical(parse_action(c.text)) for c in await Call(context.agent().sample, request)]
     return [drawn.count(canonical(parse_action(action))) / VOTES for action in decision.candidates]
 
 

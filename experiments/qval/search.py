@@ -7,25 +7,24 @@ Result lines have method "scorer" and the score's name as player. What a score c
 
 import dataclasses
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import q_search
 from experiments.compare import Variant, refuse_unused
 from experiments.qval.judges import JUDGED
 from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, available, entry, inputs
-from qlass import UserError, results, runs
+from qlass import UserError, outputs
 from qlass.batching import Sample
-from qlass.config import Share, free, read
 from qlass.messages import State, uniforms
+from qlass.settings import read, runtime
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config, Judge):
-    scorer: tuple[str, ...] = free(())  # scores (all whose inputs are there)
-    gamma: Share = 0.95  # discount of the scores that look ahead
+    scorer: tuple[str, ...] = runtime(())  # scores (all whose inputs are there)
+    gamma: float = 0.95  # discount of the scores that look ahead
 
 
 KNOWING = {"oracle", "state_value", "sdpo_gt"}  # true values: experiments.compare --method oracle_step is their search
@@ -50,8 +49,8 @@ class Steered(Variant):
     entry: Entry | None = None
     context: Context | None = dataclasses.field(default=None, compare=False)
 
-    def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
-        values = yield from self.entry.scores(self.context, Decision(self.env, state, actions, key))
+    async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
+        values = await self.entry.scores(self.context, Decision(self.env, state, actions, key))
         return decided(values, (self.context.config.seed, *key))
 
 
@@ -85,5 +84,5 @@ def main(argv: list[str]) -> None:
     context.cache["sft"] = models[Sample].__self__  # scores ask the agent that is loaded
     models[Call] = answer
     out = config.out or config.run / "results.jsonl"
-    earlier = {name: runs.input_of(out, name) for name in runs.meta_of(out)["inputs"]}
-    results.play(config, env, tasks, plan, chat, models, earlier | paths | used)
+    earlier = {name: outputs.input_of(out, name) for name in outputs.meta_of(out)["inputs"]}
+    q_search.evaluate(config, env, tasks, plan, chat, models, earlier | paths | used)

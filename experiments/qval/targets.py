@@ -12,8 +12,8 @@ import dataclasses
 from typing import Literal
 
 import bellman
-from qlass.config import read, run_stage
-from qlass.optional.targets import TARGETS
+from bellman import TARGETS
+from qlass.settings import read, run_stage
 from qlass.trees import children_of
 
 

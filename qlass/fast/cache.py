@@ -1,4 +1,5 @@
-"""Keys and values of the states read before, so that every token of a tree goes through a model once."""
+"""Keys and values of the states read before, so that every token of a tree goes through a model
+once."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from qlass.messages import State
 Tokens = list[int]
 Places = list[int]  # of tokens, in a tree or among a model's outputs
 Pair = tuple[State, str]  # (s, a)
-Forward = Callable[[dict, Tensor], Any]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
+Forward = Callable[
+    [dict, Tensor], Any
+]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
 
 
 class Question(NamedTuple):
@@ -32,11 +35,14 @@ class Question(NamedTuple):
 class Reading(NamedTuple):
     number: int  # of the question
     outputs: Any  # (columns, ...)
-    paths: list[Places]  # outputs[paths[a][t]] is of the token before tail a's t-th; the last one of its last token
+    paths: list[
+        Places
+    ]  # outputs[paths[a][t]] is of the token before tail a's t-th; the last one of its last token
 
 
 class Turn(NamedTuple):
-    """An action and its observation, or the messages before the first action: the unit of the cache."""
+    """An action and its observation, or the messages before the first action: the unit of the
+    cache."""
 
     name: bytes  # of the prefix that ends with it
     parent: bytes  # of the prefix before it
@@ -65,14 +71,19 @@ class Row:
         self.past = prompt.past
         self.cached = sum(map(len, self.past))  # tokens
         self.tree = TokenTree()
-        self.turns: dict[bytes, tuple[Turn, Places]] = {}  # by name: where in the tree its tokens are
-        self.paths: dict[int, list[Places]] = {}  # by the number of a question: as in its Reading, but in the tree
+        self.turns: dict[
+            bytes, tuple[Turn, Places]
+        ] = {}  # by name: where in the tree its tokens are
+        self.paths: dict[
+            int, list[Places]
+        ] = {}  # by the number of a question: as in its Reading, but in the tree
 
     def __len__(self) -> int:
         return len(self.tree)
 
     def columns(self, path: Places) -> Places:
-        """Where tokens of the tree are in a batch, in which all trees end at the last column, -1."""
+        """Where tokens of the tree are in a batch, in which all trees end at the last column,
+        -1."""
         size = len(self.tree)
         return [token - size for token in path]
 
@@ -99,11 +110,11 @@ class Entry:
 class PromptCache:
     """Keys and values of the states read before, an entry a turn.
 
-    A state's prompt begins with its parent's, so a step of an episode costs its last turn and the candidates, and
-    the siblings in a tree share all that came before them. An entry is younger than those that continue it, so that the
-    oldest is always a leaf. What the last rounds used stays: a cache too small for the episodes side by side serves
-    some of them fully rather than forget each turn before it is read again.
-    """
+    A state's prompt begins with its parent's, so a step of an episode costs its last turn and the
+    candidates, and the siblings in a tree share all that came before them. An entry is younger than
+    those that continue it, so that the oldest is always a leaf. What the last rounds used stays: a
+    cache too small for the episodes side by side serves some of them fully rather than forget each
+    turn before it is read again."""
 
     ROUNDS = 3  # calls after which an unused entry may make room for another
     ROW = 2048  # tokens of a family in one row; its mask is the square
@@ -115,11 +126,15 @@ class PromptCache:
         self.round = 0
         self.computed = 0  # tokens that the model has read, padding aside
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._shapes: list[tuple[int, int]] = []  # (heads, head dim) of each layer's keys and values, in turns
+        self._shapes: list[
+            tuple[int, int]
+        ] = []  # (heads, head dim) of each layer's keys and values, in turns
 
     def prompt(self, messages: list[Tokens]) -> Prompt:
         """The prompt of a state, from the tokens of its messages."""
-        later = [action + answer for action, answer in zip(messages[1::2], messages[2::2], strict=True)]
+        later = [
+            action + answer for action, answer in zip(messages[1::2], messages[2::2], strict=True)
+        ]
         turns: list[Turn] = []
         parent = b""
         for ids in [messages[0], *later]:
@@ -152,11 +167,15 @@ class PromptCache:
             if row.past:
                 torch.cat(row.past, out=columns[width - row.cached :])
         parts = joined.split([heads * dim for heads, dim in self._shapes], -1)
-        tensors = [part.unflatten(-1, shape).transpose(1, 2) for part, shape in zip(parts, self._shapes, strict=True)]
+        tensors = [
+            part.unflatten(-1, shape).transpose(1, 2)
+            for part, shape in zip(parts, self._shapes, strict=True)
+        ]
         return DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))
 
     def remember(self, row: Row, layers: list[Tensor]) -> None:
-        """Keep the keys and values of a row's turns; layers: (heads, tokens, head dim) each, the row's tree last."""
+        """Keep the keys and values of a row's turns; layers: (heads, tokens, head dim) each, the
+        row's tree last."""
         self._shapes = [(tensor.shape[0], tensor.shape[2]) for tensor in layers]
         size = sum(tensor[:, 0].nbytes for tensor in layers)  # of a token
         for turn, path in row.turns.values():  # parents first
@@ -178,8 +197,11 @@ class PromptCache:
             self.used -= self._entries.pop(oldest).tensor.nbytes
         return True
 
-    def read(self, forward: Forward, model: Any, budget: int, questions: Sequence[Question]) -> Iterator[Reading]:
-        """Put each question's tails through the model behind its prompt, every token once. Readings come in any order.
+    def read(
+        self, forward: Forward, model: Any, budget: int, questions: Sequence[Question]
+    ) -> Iterator[Reading]:
+        """Put each question's tails through the model behind its prompt, every token once. Readings
+        come in any order.
 
         What a large family did not fit in is read behind what its first row left in the cache.
         """
@@ -187,12 +209,18 @@ class PromptCache:
         waiting = list(range(len(questions)))
         while waiting:
             rows, waiting = self.rows(questions, waiting)
-            # First reads are long and later ones short: side by side, half of what the model computes would be padding.
-            for group in batches(list(map(len, rows)), budget, [row.cached for row in rows], self.LIKE):
+            # First reads are long and later ones short: side by side, half of what the model
+            # computes would be padding.
+            for group in batches(
+                list(map(len, rows)), budget, [row.cached for row in rows], self.LIKE
+            ):
                 yield from self._read(forward, model, [rows[i] for i in group])
 
-    def rows(self, questions: Sequence[Question], numbers: Sequence[int]) -> tuple[list[Row], list[int]]:
-        """A row for each family of these questions; the numbers of those that found no room in it."""
+    def rows(
+        self, questions: Sequence[Question], numbers: Sequence[int]
+    ) -> tuple[list[Row], list[int]]:
+        """A row for each family of these questions; the numbers of those that found no room in
+        it."""
         prompts = {n: self.prompt(questions[n].messages) for n in numbers}
         families = defaultdict(list)
         for n, prompt in prompts.items():
@@ -222,17 +250,24 @@ class PromptCache:
         place = {column: i for i, column in enumerate(columns)}
         for row, out in zip(rows, outputs, strict=True):
             for number, paths in row.paths.items():
-                yield Reading(number, out, [[place[column] for column in row.columns(path)] for path in paths])
+                yield Reading(
+                    number, out, [[place[column] for column in row.columns(path)] for path in paths]
+                )
 
-    def run(self, forward: Forward, model: Any, rows: Sequence[Row], columns: Places) -> tuple[Any, DynamicCache]:
-        """Read rows in one pass, and keep what is new. Returns outputs (B, len(columns), ...) and the batch's cache."""
+    def run(
+        self, forward: Forward, model: Any, rows: Sequence[Row], columns: Places
+    ) -> tuple[Any, DynamicCache]:
+        """Read rows in one pass, and keep what is new. Returns outputs (B, len(columns), ...) and
+        the batch's cache."""
         cache = self.batch(rows)
         inputs = tree_inputs(model, [row.tree for row in rows], [row.cached for row in rows])
         inputs.update(past_key_values=cache, use_cache=True)
         outputs = forward(inputs, torch.tensor(columns, device=model.device))
         self.computed += sum(map(len, rows))
         for i, row in enumerate(rows):
-            self.remember(row, [tensor[i] for keys, values, _ in cache for tensor in (keys, values)])
+            self.remember(
+                row, [tensor[i] for keys, values, _ in cache for tensor in (keys, values)]
+            )
         return outputs, cache
 
 
@@ -243,8 +278,11 @@ def question_of(chat: Chat, state: State, actions: Iterable[str]) -> Question:
     return Question(messages, [chat.action(text, state.task, length) for text in actions])
 
 
-def unread(chat: Chat, pairs: Iterable[Pair], memory: Mapping[Pair, float], read: Callable) -> Iterator[tuple]:
-    """Read the (s, a) that `memory` lacks: each, a's n tokens, and outputs (n + 1, ...) of s's last and of these."""
+def unread(
+    chat: Chat, pairs: Iterable[Pair], memory: Mapping[Pair, float], read: Callable
+) -> Iterator[tuple]:
+    """Read the (s, a) that `memory` lacks: each, a's n tokens, and outputs (n + 1, ...) of s's last
+    and of these."""
     fresh: dict[State, dict[str, None]] = {}
     for state, action in pairs:
         if (state, action) not in memory:
@@ -258,7 +296,8 @@ def unread(chat: Chat, pairs: Iterable[Pair], memory: Mapping[Pair, float], read
 
 
 def room_for(model: Any, gigabytes: float | None = None) -> int:
-    """Bytes of a cache for this model; by default a quarter of what is free on a GPU, elsewhere 2 GiB."""
+    """Bytes of a cache for this model; by default a quarter of what is free on a GPU, elsewhere 2
+    GiB."""
     if gigabytes is not None:
         return int(gigabytes * (1 << 30))
     if model.device.type != "cuda":
@@ -267,7 +306,8 @@ def room_for(model: Any, gigabytes: float | None = None) -> int:
 
 
 def batch_for(model: Any) -> int:
-    """Padded tokens of a batch: 16,384 or, on a GPU, what has its keys and values in an eighth of the free memory."""
+    """Padded tokens of a batch: 16,384 or, on a GPU, what has its keys and values in an eighth of
+    the free memory."""
     least, most = 1 << 14, 1 << 18
     if model.device.type != "cuda":
         return least
@@ -279,6 +319,8 @@ def batch_for(model: Any) -> int:
 def token_bytes(model: Any) -> int:
     """Bytes of a token's keys and values, as a cache holds them that has been filled."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    cache = DynamicCache()  # a model's own has places too that stay empty, of layers that share another's keys
+    cache = (
+        DynamicCache()
+    )  # a model's own has places too that stay empty, of layers that share another's keys
     model(input_ids=ids, past_key_values=cache, use_cache=True)
     return sum(keys.nbytes + values.nbytes for keys, values, _ in cache)

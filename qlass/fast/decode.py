@@ -1,9 +1,9 @@
 """What `policy.Policy` answers, in batches, each token computed once.
 
-Among the valid actions the trie of their texts goes through the model in one pass behind the prompt, which gives every
-conditional probability that decoding among them would meet. In free text a prompt is read once, its n candidates share
-its keys and values, and finished sequences leave the batch.
-"""
+Among the valid actions the trie of their texts goes through the model in one pass behind the
+prompt, which gives every conditional probability that decoding among them would meet. In free text
+a prompt is read once, its n candidates share its keys and values, and finished sequences leave the
+batch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ REMEMBERED = 200_000  # choices or texts
 class RoomyLayer(DynamicLayer):
     """A layer's keys and values with room behind them, into which new ones are written.
 
-    DynamicLayer puts all of them together anew at each step, which takes most of the time of decoding.
-    """
+    DynamicLayer puts all of them together anew at each step, which takes most of the time of
+    decoding."""
 
     key_room: Tensor | None = None
     value_room: Tensor | None = None
@@ -45,8 +45,9 @@ class RoomyLayer(DynamicLayer):
 
 
 def written_behind(old: Tensor, new: Tensor, room: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys or values (B, heads, tokens, head dim) behind older ones. Returns the room, a larger one if need be, and a
-    view of what it holds now. `old` begins it, unless a selection of rows has since made a copy of `old`."""
+    """Keys or values (B, heads, tokens, head dim) behind older ones. Returns the room, a larger one
+    if need be, and a view of what it holds now. `old` begins it, unless a selection of rows has
+    since made a copy of `old`."""
     start = old.shape[-2]
     end = start + new.shape[-2]
     if room is None or room.data_ptr() != old.data_ptr() or end > room.shape[-2]:
@@ -58,7 +59,8 @@ def written_behind(old: Tensor, new: Tensor, room: Tensor | None) -> tuple[Tenso
 
 
 class Batch:
-    """Texts that are being written, each in a row. seen: (B, T), which of the cache's columns hold a token."""
+    """Texts that are being written, each in a row. seen: (B, T), which of the cache's columns hold
+    a token."""
 
     def __init__(self, model: Any, past: DynamicCache, seen: Tensor) -> None:
         self.model = model
@@ -86,11 +88,15 @@ class Batch:
 class FastPolicy(Policy):
     """The same candidates as `Policy` and the same log-probabilities."""
 
-    def __init__(self, model: Any, chat: Chat, seed: int = 0, cache_gb: float | None = None) -> None:
+    def __init__(
+        self, model: Any, chat: Chat, seed: int = 0, cache_gb: float | None = None
+    ) -> None:
         super().__init__(model, chat, seed)
         self.budget = cache.batch_for(self.model)
         self.cache = PromptCache(cache.room_for(self.model, cache_gb))
-        self.memory: dict[Choice, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
+        self.memory: dict[
+            Choice, np.ndarray
+        ] = {}  # log-probabilities of valid actions in states already seen
         self.written: dict[Pair, float] = {}  # log-probabilities of texts
 
     @property
@@ -106,15 +112,14 @@ class FastPolicy(Policy):
         most = min(self.budget, 16_384)  # each with a number for every token of the vocabulary
         return self.cache.read(self.forward, self.model, most, questions)
 
-    # ------------------------------------------------------------------------------ texts that are given
+    # ------------------------------------------------------------------------- texts that are given
 
     @torch.inference_mode()
     def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
         """log pi of each request's valid actions, (A,) each.
 
-        Where the trie of their texts has one way to go, that way has probability 1: only tokens above a branching are
-        computed.
-        """
+        Where the trie of their texts has one way to go, that way has probability 1: only tokens
+        above a branching are computed."""
         if len(self.memory) > REMEMBERED:
             self.memory.clear()
         choices = [(r.state, r.valid, r.temperature) for r in requests]
@@ -152,7 +157,7 @@ class FastPolicy(Policy):
             self.written[pair] = float(of_tokens.double().sum())
         return [self.written[pair] for pair in pairs]
 
-    # --------------------------------------------------------------------------------------- free text
+    # ------------------------------------------------------------------------------------ free text
 
     def texts(self, requests: list[Sample]) -> list[list[Candidate]]:
         """Free text. Requests whose prompts are of like length are answered side by side."""
@@ -175,7 +180,9 @@ class FastPolicy(Policy):
         for i, request in enumerate(requests):
             for k in range(request.n):
                 rows.append(i)
-                noise.append(uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k))
+                noise.append(
+                    uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k)
+                )
                 temperature.append(float(request.temperature))
 
         batch, logits = self.prefill(prompts)
@@ -208,7 +215,18 @@ class FastPolicy(Policy):
             columns[-len(row) :] = True
         return Batch(self.model, past, seen), logits[:, 0]
 
-    def write(self, batch: Batch, logits: Tensor, heat: Tensor, noise: Tensor) -> tuple[list[Tokens], list[float]]:
+    def ended(self, written: Tokens) -> bool:
+        """Whether the turn ends here: by a token that ends it, or by one of the stop texts."""
+        if written[-1] in self.chat.stop_ids:
+            return True
+        stops = self.chat.rendering.stop
+        longest = max((len(stop.encode()) for stop in stops), default=1)  # a token may be a byte
+        tail = self.chat.tokenizer.decode(written[-2 * longest :])
+        return any(stop in tail for stop in stops)
+
+    def write(
+        self, batch: Batch, logits: Tensor, heat: Tensor, noise: Tensor
+    ) -> tuple[list[Tokens], list[float]]:
         """Tokens of each text until its turn ends, and their log-probability.
 
         logits: (B, V) of the first. heat: temperatures (B,). noise: (B, steps).
@@ -222,7 +240,9 @@ class FastPolicy(Policy):
             tokens, logp = self.draw(logits, heat[at], noise[at, step])
             logprobs[at] += logp
 
-            for text, token in zip(alive, tokens.tolist(), strict=True):  # the one wait for the device in a step
+            for text, token in zip(
+                alive, tokens.tolist(), strict=True
+            ):  # the one wait for the device in a step
                 written[text].append(token)
             going = [row for row, text in enumerate(alive) if not self.ended(written[text])]
             if not going or step == steps - 1:

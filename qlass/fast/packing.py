@@ -1,8 +1,8 @@
 """The (s, a) pairs of a tree, and how they go through QNet at the cost of their unique tokens.
 
-The pairs of a tree begin alike, so the backbone reads a *pack*, a tree or a part of one, as one sequence in which each
-shared token stands once. If n_i tokens of pair i carry the loss, each has the weight w_i = 1/n_i there. A token of
-value v that several pairs i share adds
+The pairs of a tree begin alike, so the backbone reads a *pack*, a tree or a part of one, as one
+sequence in which each shared token stands once. If n_i tokens of pair i carry the loss, each has
+the weight w_i = 1/n_i there. A token of value v that several pairs i share adds
 
     sum_i w_i (v - q_i)^2 = w v^2 - 2 v sum_i w_i q_i + constant,    w = sum_i w_i.
 
@@ -22,33 +22,37 @@ from torch import Tensor
 
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, tree_inputs
+from qlass.pairs import Pair, Pairs, Part
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedPairs:
-    """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs through it.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pack(Part):
+    """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs
+    through it.
 
-    Of P pairs in a tree of T tokens: weight (T,), weighted_q (T,), last (P,), the place of each pair's last token, and
-    sizes, how many pairs each family has, side by side. 20 bytes a token, beside the pairs themselves.
-    """
+    Of P pairs in a tree of T tokens: weight (T,), weighted_q (T,), and last (P,), the place of each
+    pair's last token. 20 bytes a token, beside the pairs themselves."""
 
-    pairs: tuple[Any, ...]  # train_qnet.Pair
     tree: TokenTree
     weight: np.ndarray
     weighted_q: np.ndarray
     last: np.ndarray
-    sizes: np.ndarray
 
     @property
-    def tokens(self) -> int:
-        return len(self.tree)
+    def pairs(self) -> Iterator[Pair]:
+        return itertools.chain(*self.families)
 
 
-Family = list[tuple[Any, list[int]]]  # pairs that stay together, each with the place of its tokens in a tree
+Family = list[
+    tuple[Pair, list[int]]
+]  # pairs that stay together, each with the place of its tokens in a tree
 
 
-def pack_pairs(chat: Chat, families: Sequence[Sequence[Any]], loss_on: str, max_tokens: int) -> Iterator[PackedPairs]:
-    """A tree's pairs, in token trees of at most `max_tokens` each (or of one family that is longer).
+def pack_pairs(
+    chat: Chat, families: Sequence[Pairs], loss_on: str, max_tokens: int
+) -> Iterator[Pack]:
+    """A tree's pairs, in token trees of at most `max_tokens` each (or of one family that is
+    longer).
 
     families: pairs that stay together. loss_on: "all" tokens of (s, a), or the "last".
     """
@@ -68,7 +72,7 @@ def pack_pairs(chat: Chat, families: Sequence[Sequence[Any]], loss_on: str, max_
         yield pack(tree, group, loss_on)
 
 
-def pack(tree: TokenTree, group: Sequence[Family], loss_on: str) -> PackedPairs:
+def pack(tree: TokenTree, group: Sequence[Family], loss_on: str) -> Pack:
     members = list(itertools.chain(*group))
     weight = np.zeros(len(tree))
     weighted_q = np.zeros(len(tree))
@@ -76,15 +80,15 @@ def pack(tree: TokenTree, group: Sequence[Family], loss_on: str) -> PackedPairs:
         trained = path[-1:] if loss_on == "last" else path
         weight[trained] += 1 / len(trained)  # w_i = 1 / n_i
         weighted_q[trained] += pair.q / len(trained)
-    pairs = tuple(pair for pair, _ in members)
+    families = [[pair for pair, _ in family] for family in group]
     last = np.array([path[-1] for _, path in members])
-    sizes = np.array([len(family) for family in group])
-    return PackedPairs(pairs, tree.frozen(), weight.astype(np.float32), weighted_q.astype(np.float32), last, sizes)
+    tokens = weight.astype(np.float32), weighted_q.astype(np.float32)
+    return Pack(families, len(tree), tree.frozen(), *tokens, last)
 
 
-def packed_loss(qnet: Any, packs: Sequence[PackedPairs], rank_weight: float = 0.0) -> Tensor:
-    """The sum of `family_loss` over all families of the packs, (), each unique token computed once. A row of the batch
-    (B, T) is a pack, padded on the left."""
+def packed_loss(qnet: Any, packs: Sequence[Any], rank_weight: float = 0.0) -> Tensor:
+    """The sum of `family_loss` over all families of the packs, (), each unique token computed once.
+    A row of the batch (B, T) is a pack, padded on the left."""
     inputs = tree_inputs(qnet.backbone, [p.tree for p in packs])
     weight = torch.zeros(inputs["input_ids"].shape)
     weighted_q = torch.zeros_like(weight)
@@ -103,16 +107,16 @@ def packed_loss(qnet: Any, packs: Sequence[PackedPairs], rank_weight: float = 0.
     return loss
 
 
-def within_states(v: Tensor, trained: Tensor, packs: Sequence[PackedPairs]) -> Tensor:
+def within_states(v: Tensor, trained: Tensor, packs: Sequence[Pack]) -> Tensor:
     """sum_a (e(a) - mean(e))^2 over each family, e(a) the error at an action's last token, ().
 
-    v: (N,), the values of the N tokens that are trained, True in (B, T). An action's last token always is.
-    """
+    v: (N,), the values of the N tokens that are trained, True in (B, T). An action's last token
+    always is."""
     place = trained.flatten().cumsum(0).view_as(trained) - 1  # of a token in v
     last = torch.cat([place[row, p.last - len(p.tree)] for row, p in enumerate(packs)])
     q = torch.tensor([pair.q for p in packs for pair in p.pairs], device=v.device)
     e = v[last.to(v.device)] - q
-    sizes = torch.from_numpy(np.concatenate([p.sizes for p in packs])).to(v.device)
+    sizes = torch.tensor([len(family) for p in packs for family in p.families], device=v.device)
     family = torch.repeat_interleave(sizes)  # siblings stand side by side
     mean = torch.zeros_like(sizes, dtype=e.dtype).index_add(0, family, e) / sizes
     return (e - mean[family]).square().sum()

@@ -1,9 +1,10 @@
-"""Does a model give for packed sequences what it gives for each by itself? Asked of every model as it is loaded.
+"""Does a model give for packed sequences what it gives for each by itself? Asked of every model as
+it is loaded.
 
-Token trees ask of a model that it places tokens by `position_ids` and looks where a 4-D mask lets it. Most do. A model
-that carries a state from token to token, or that counts columns (ALiBi), would be silently wrong: it is refused, and
-`--plain` reads its sequences one at a time. docs/scale.md names the kinds that differ.
-"""
+Token trees ask of a model that it places tokens by `position_ids` and looks where a 4-D mask lets
+it. Most do. A model that carries a state from token to token, or that counts columns (ALiBi), would
+be silently wrong: it is refused, and `--plain` reads its sequences one at a time. docs/scale.md
+names the kinds that differ."""
 
 from __future__ import annotations
 
@@ -18,16 +19,22 @@ from qlass import UserError
 from qlass.fast.cache import PromptCache, Question, Tokens
 
 WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
-# Of attention windows that are not in the mask that a model is given, and larger than the sequences below.
+# Of attention windows that are not in the mask that a model is given, and larger than the sequences
+# below.
 HIDDEN = ("window_size", "attention_window_size", "attention_window", "local_attention")
-COLUMNS = "attn_temperature_tuning"  # Llama 4 counts columns for it, and says so in texts longer than those below
+COLUMNS = (
+    "attn_temperature_tuning"  # Llama 4 counts columns for it, in texts longer than those below
+)
 EXACT = 1e-3  # of the outputs' mean size, in float32
 ROUGH = 0.1  # in fewer bits; rounding alone makes .02
-NOT_FINITE = "its outputs are not finite: its weights are damaged, or overflow (try --precision float32)"
+NOT_FINITE = (
+    "its outputs are not finite: its weights are damaged, or overflow (try --precision float32)"
+)
 
 
 def check(model: Any, name: str) -> None:
-    """UserError where token trees would give other outputs than plain sequences, or these are not finite."""
+    """UserError where token trees would give other outputs than plain sequences, or these are not
+    finite."""
     if wrong := fault(model):
         advice = "" if wrong == NOT_FINITE else "; --plain reads it one sequence at a time"
         raise UserError(f"{name}: {wrong}{advice}")
@@ -35,7 +42,8 @@ def check(model: Any, name: str) -> None:
 
 @torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
 def fault(model: Any) -> str | None:
-    """What a model does wrong with token trees, behind a prompt cache and without; None: nothing."""
+    """What a model does wrong with token trees, behind a prompt cache and without; None:
+    nothing."""
     config = model.config.get_text_config()
     if name := next((name for name in HIDDEN if getattr(config, name, None)), None):
         return f"its attention has windows of its own ({name})"
@@ -43,7 +51,8 @@ def fault(model: Any) -> str | None:
         return f"its attention counts columns of a batch ({COLUMNS})"
     quantised = getattr(model, "is_quantized", False)
     most = EXACT if model.dtype == torch.float32 and not quantised else ROUGH
-    # Rounding alone can send a token to other experts or, with weights of few bits, over a step: most sequences count.
+    # Rounding alone can send a token to other experts or, with weights of few bits, over a step:
+    # most sequences count.
     experts = any("experts" in name for name in config.to_dict())
     by_median = most == ROUGH and (quantised or experts)
     names = ("sliding_window", "attention_chunk_size")
@@ -52,7 +61,10 @@ def fault(model: Any) -> str | None:
         for name in windows:
             setattr(config, name, WINDOW)
         sequences = tokens_of(model)
-        inputs = [{"input_ids": torch.tensor([ids], device=model.device), "use_cache": False} for ids in sequences]
+        inputs = [
+            {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False}
+            for ids in sequences
+        ]
         plain = [outputs(model, one)[0] for one in inputs]
         if not all(rows.isfinite().all() for rows in plain):
             return NOT_FINITE
@@ -61,26 +73,43 @@ def fault(model: Any) -> str | None:
         except Exception as error:  # whatever a model of any kind says to such inputs
             return f"its model class reads no token trees behind a prompt cache ({error!r:.150})"
         share = float(shares.median() if by_median else shares.max())
-        return f"the outputs of token trees differ from plain ones by {share:.1%}" if share > most else None
+        return (
+            f"the outputs of token trees differ from plain ones by {share:.1%}"
+            if share > most
+            else None
+        )
     finally:
         for name, size in windows.items():
             setattr(config, name, size)
 
 
-# Sequences with common beginnings, of different lengths and deeper than a window. The letter they begin with is all
-# that those of one token tree must share, so these are two trees, of which the smaller one is padded.
-SEQUENCES = ("abcdefghijkl", "abcdefghmnop", "abcdxyzefg", "abcdefghijqr", "bcdefghi", "bcdefabcabd")
+# Sequences with common beginnings, of different lengths and deeper than a window. The letter they
+# begin with is all that those of one token tree must share, so these are two trees, of which the
+# smaller one is padded.
+SEQUENCES = (
+    "abcdefghijkl",
+    "abcdefghmnop",
+    "abcdxyzefg",
+    "abcdefghijqr",
+    "bcdefghi",
+    "bcdefabcabd",
+)
 
 
 def tokens_of(model: Any) -> list[Tokens]:
-    """The sequences as tokens from all over the vocabulary, none of them at its ends, where control tokens are."""
+    """The sequences as tokens from all over the vocabulary, none of them at its ends, where control
+    tokens are."""
     size = model.get_input_embeddings().num_embeddings
-    token = {letter: size // 8 + i * (size * 3 // 4) // 26 for i, letter in enumerate(string.ascii_lowercase)}
+    token = {
+        letter: size // 8 + i * (size * 3 // 4) // 26
+        for i, letter in enumerate(string.ascii_lowercase)
+    }
     return [[token[letter] for letter in sequence] for sequence in SEQUENCES]
 
 
 def outputs(model: Any, inputs: dict, columns: Tensor | None = None) -> Tensor:
-    """Logits (B, columns, V) or, of a model without a head, hidden states (B, columns, D), of the columns asked for."""
+    """Logits (B, columns, V) or, of a model without a head, hidden states (B, columns, D), of the
+    columns asked for."""
     if columns is not None and model.get_output_embeddings() is not None:
         return model(**inputs, logits_to_keep=columns).logits.float()
     out = model(**inputs)
@@ -91,9 +120,9 @@ def outputs(model: Any, inputs: dict, columns: Tensor | None = None) -> Tensor:
 def differences(model: Any, sequences: list[Tokens], plain: list[Tensor]) -> Tensor:
     """How far outputs of token trees are from each plain sequence's, as a share of their mean size.
 
-    Beginnings are read one after the other, a step deeper each: first without anything in the cache, then behind what
-    it has kept of those before. What follows a beginning in its sequence stands for the actions.
-    """
+    Beginnings are read one after the other, a step deeper each: first without anything in the
+    cache, then behind what it has kept of those before. What follows a beginning in its sequence
+    stands for the actions."""
     cache = PromptCache()
     cache.LIKE = 0  # trees of all sizes side by side
     shares = []
@@ -102,7 +131,9 @@ def differences(model: Any, sequences: list[Tokens], plain: list[Tensor]) -> Ten
         for ids in sequences:
             messages = [ids[:1], ids[1:2], ids[2:4]]
             questions.append(Question(messages[:turns], [ids[end:], ids[end : end + 1]]))
-        for number, ours, paths in cache.read(functools.partial(outputs, model), model, 1 << 14, questions):
+        for number, ours, paths in cache.read(
+            functools.partial(outputs, model), model, 1 << 14, questions
+        ):
             for path in paths:
                 theirs = plain[number][end - 1 : end - 1 + len(path)]
                 size = theirs.abs().mean().clamp(min=1e-9)

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qlass.batching import Score, finite
+from qlass.batching import Score
 from qlass.fast.cache import Pair, PromptCache, Question, Reading, batch_for, room_for, unread
 
 
 class FastQNet:
-    """The same scores as `QNet.score`. It remembers what it has read: when the weights change, make a new one."""
+    """The same scores as `QNet.score`. It remembers what it has read: when the weights change, make
+    a new one."""
 
     def __init__(self, qnet: Any, cache_gb: float | None = None) -> None:
         self.qnet = qnet.eval()
@@ -27,7 +28,7 @@ class FastQNet:
         pairs = [(r.state, action) for r in requests for action in r.actions]
         for pair, _, values in unread(self.qnet.chat, pairs, self.memory, self.read):
             self.memory[pair] = float(values[-1])
-        return finite([[self.memory[r.state, action] for action in r.actions] for r in requests])
+        return [[self.memory[r.state, action] for action in r.actions] for r in requests]
 
     def read(self, questions: list[Question]) -> Iterator[Reading]:
         """`PromptCache.read` of QNet's values."""

@@ -1,8 +1,9 @@
-"""Token trees: many sequences with common beginnings as one row of a batch, under a tree attention mask.
+"""Token trees: many sequences with common beginnings as one row of a batch, under a tree attention
+mask.
 
-A causal LM computes for each token of a tree what it would in that token's own sequence (equal within 1e-6 in float32),
-since positions are depths and the mask lets a token see its ancestors alone; attention windows count depths too.
-"""
+A causal LM computes for each token of a tree what it would in that token's own sequence (equal
+within 1e-6 in float32), since positions are depths and the mask lets a token see its ancestors
+alone; attention windows count depths too."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 
 class TokenTree:
-    """A trie of token sequences: what two sequences begin with in common is stored, and computed, once.
+    """A trie of token sequences: what two sequences begin with in common is stored, and computed,
+    once.
 
     >>> t = TokenTree(); t.add([5, 6, 7]), t.add([5, 6, 8]); t.ids
     [5, 6, 7, 8]
@@ -31,7 +33,8 @@ class TokenTree:
         return len(self.ids)
 
     def add(self, ids: Sequence[int], after: int = -1) -> list[int]:
-        """Insert a sequence below the token `after` (-1: from the root); the index of each of its tokens."""
+        """Insert a sequence below the token `after` (-1: from the root); the index of each of its
+        tokens."""
         path = []
         for token in ids:
             new = len(self.ids)
@@ -75,21 +78,27 @@ class TokenTree:
 
 
 def windows_of(config: Any) -> dict[str, int]:
-    """{layer type: w}: how far back the model's layers see. 0: all; w > 0: the last w tokens; w < 0: chunks of -w."""
+    """{layer type: w}: how far back the model's layers see. 0: all; w > 0: the last w tokens; w <
+    0: chunks of -w."""
     config = config.get_text_config()
     window = getattr(config, "sliding_window", None) or 0
     chunk = getattr(config, "attention_chunk_size", None) or 0
     # Without layer types (Mistral, Phi-3, StarCoder 2), a window is every layer's.
-    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    types = getattr(config, "layer_types", None) or [
+        "sliding_attention" if window else "full_attention"
+    ]
     sizes = {"sliding_attention": window, "chunked_attention": -chunk}
     return {kind: sizes.get(kind, 0) for kind in dict.fromkeys(types)}
 
 
-def additive_masks(sees: Tensor, at: Tensor, keys: Tensor, windows: dict[str, int], dtype: torch.dtype) -> Any:
-    """What may be seen (B, L, K), by tokens at positions `at` (B, L) of keys at (B, K), as an attention bias.
+def additive_masks(
+    sees: Tensor, at: Tensor, keys: Tensor, windows: dict[str, int], dtype: torch.dtype
+) -> Any:
+    """What may be seen (B, L, K), by tokens at positions `at` (B, L) of keys at (B, K), as an
+    attention bias.
 
-    (B, 1, L, K); a dict of one for each layer type where a model has several, as its `forward` takes them.
-    """
+    (B, 1, L, K); a dict of one for each layer type where a model has several, as its `forward`
+    takes them."""
     masks = {}
     at = at[:, :, None]
     keys = keys[:, None]
@@ -104,12 +113,15 @@ def additive_masks(sees: Tensor, at: Tensor, keys: Tensor, windows: dict[str, in
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def tree_inputs(model: Any, trees: Sequence[TokenTree], past: Sequence[int] | None = None) -> dict[str, Any]:
-    """What the model reads of B token trees, padded on the left to L: ids and positions (B, L), masks (B, 1, L, P + L).
+def tree_inputs(
+    model: Any, trees: Sequence[TokenTree], past: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """What the model reads of B token trees, padded on the left to L: ids and positions (B, L),
+    masks (B, 1, L, P + L).
 
-    `past[i]` tokens stand before tree i in a cache of width P = max(past), padded on the left too. Nothing sees the
-    padding, so any id will do. A sequence by itself needs no mask, so that models take it which take no other.
-    """
+    `past[i]` tokens stand before tree i in a cache of width P = max(past), padded on the left too.
+    Nothing sees the padding, so any id will do. A sequence by itself needs no mask, so that models
+    take it which take no other."""
     device = model.device
     past = past or [0] * len(trees)
     width = max(map(len, trees))
@@ -118,9 +130,13 @@ def tree_inputs(model: Any, trees: Sequence[TokenTree], past: Sequence[int] | No
         return {"input_ids": torch.tensor(trees[0].ids, device=device)[None]}
 
     ids = torch.zeros((len(trees), width), dtype=torch.long)
-    positions = torch.zeros((len(trees), before + width), dtype=torch.long)  # of the cache's columns too
+    positions = torch.zeros(
+        (len(trees), before + width), dtype=torch.long
+    )  # of the cache's columns too
     sees = torch.zeros((len(trees), width, before + width), dtype=torch.bool)
-    sees[:, :, before:].diagonal(dim1=-2, dim2=-1).fill_(True)  # padding sees itself, or softmax would be 0/0
+    sees[:, :, before:].diagonal(dim1=-2, dim2=-1).fill_(
+        True
+    )  # padding sees itself, or softmax would be 0/0
     for row, (tree, cached) in enumerate(zip(trees, past, strict=True)):
         start = width - len(tree)
         cache = slice(before - cached, before)
@@ -139,11 +155,11 @@ def tree_inputs(model: Any, trees: Sequence[TokenTree], past: Sequence[int] | No
 def batches(
     lengths: Sequence[int], budget: int, before: Sequence[int] | None = None, like: float = 0.0
 ) -> Iterator[list[int]]:
-    """Indices of items of like length, in groups whose padded size stays within `budget` tokens (or of one item).
+    """Indices of items of like length, in groups whose padded size stays within `budget` tokens (or
+    of one item).
 
-    before: tokens of each item that only take room, as what a cache knows of it, padded by themselves. like: of a
-    group's longest item, the shortest has at least this share.
-    """
+    before: tokens of each item that only take room, as what a cache knows of it, padded by
+    themselves. like: of a group's longest item, the shortest has at least this share."""
     before = before or [0] * len(lengths)
     group: list[int] = []
     longest = most = 0  # tokens of the group's items, and before them

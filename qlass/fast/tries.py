@@ -1,4 +1,5 @@
-"""Tries of valid actions: where their token sequences part, and their probabilities from the scores there."""
+"""Tries of valid actions: where their token sequences part, and their probabilities from the scores
+there."""
 
 from __future__ import annotations
 
@@ -8,15 +9,18 @@ import numpy as np
 
 from qlass.fast.token_tree import TokenTree
 
-Branch = tuple[int, int, int]  # (a, t, token) of a token that has siblings: token t of action a, the first that has it
+Branch = tuple[
+    int, int, int
+]  # (a, t, token) of a token that has siblings: token t of action a, the first that has it
 
 
 class Trie:
-    """The token sequences of the valid actions: where they part, and their probabilities from the scores there.
+    """The token sequences of the valid actions: where they part, and their probabilities from the
+    scores there.
 
-    tails[a]: the tokens of action a up to the last place where another action may follow instead. through[a]: the
-    numbers of the branches that action a passes. forks[b]: the number of the place where branch b begins.
-    """
+    tails[a]: the tokens of action a up to the last place where another action may follow instead.
+    through[a]: the numbers of the branches that action a passes. forks[b]: the number of the place
+    where branch b begins."""
 
     def __init__(self, texts: list[list[int]]) -> None:
         tree = TokenTree()

@@ -1,0 +1,43 @@
+"""A chat model behind a server in the place of a `Policy`, for judges and rewordings."""
+
+import math
+
+import numpy as np
+
+from qlass.batching import Candidate, Sample
+from qlass.messages import uniforms
+from qlass.served import Server
+
+
+class ChatPolicy:
+    """A chat model behind a server, which renders the messages: it answers what a `Policy` does."""
+
+    def __init__(self, url: str, max_tokens: int, seed: int = 0) -> None:
+        self.server, self.max_tokens, self.seed = Server(url, 16), max_tokens, seed
+
+    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
+        """Free text, whatever a request has as valid."""
+        jobs = [(request, k) for request in requests for k in range(request.n)]
+        texts = iter(self.server.side_by_side(self.text, jobs))
+        return [[next(texts) for _ in range(request.n)] for request in requests]
+
+    def text(self, request: Sample, k: int) -> Candidate:
+        options = {"temperature": request.temperature, "max_tokens": self.max_tokens}
+        options["seed"] = int(uniforms(1, self.seed, *request.key, k)[0] * 2**31)
+        choice, usage = self.server.chat(request.state.messages, **options)
+        return Candidate(choice.message.content or "", usage.completion_tokens, math.nan)
+
+    def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
+        """log p of each valid text as the reply's first token, (A,); -inf where it is not among the
+        20 likeliest."""
+        return self.server.side_by_side(self.first_token, [(r,) for r in requests])
+
+    def first_token(self, request: Sample) -> np.ndarray:
+        options = {"temperature": 1, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+        choice, _ = self.server.chat(request.state.messages, **options)
+        logprobs = dict.fromkeys(request.valid, -np.inf)
+        for token in choice.logprobs.content[0].top_logprobs:  # of "A" and " A" the likelier one
+            text = token.token.strip()
+            if text in logprobs:
+                logprobs[text] = max(logprobs[text], token.logprob)
+        return np.array(list(logprobs.values()))

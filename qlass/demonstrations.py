@@ -1,0 +1,119 @@
+"""Demonstrations: played by the environment's expert, or read from a file of ours or of ETO's.
+
+ETO publishes `conversations` of {"from", "value"}, as a JSON list; ours are `messages`.
+data/README.md shows a line of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from qlass import UserError, records
+from qlass.messages import State, replay
+from qlass.outputs import Output, input_of, meta_of, warn
+
+ROLES = {"human": "user", "gpt": "assistant"}  # ETO's and ours
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A trajectory up to its last action, in the environment's words."""
+
+    task_id: str | None
+    state: State
+    reward: float | None = None
+    source: str = "expert"  # "policy": self-training has added a trajectory of the agent's
+
+    def texts(self, speaker: str) -> list[str]:
+        return [text for role, text in self.state.messages if role == speaker]
+
+    @property
+    def agreed(self) -> int:
+        """1 if the agent's first words, "OK", are no action yet; else 0."""
+        return int("Action:" not in self.texts("assistant")[0])
+
+    @property
+    def actions(self) -> list[str]:
+        """What the agent wrote after it agreed."""
+        return self.texts("assistant")[self.agreed :]
+
+    @property
+    def observation(self) -> str:
+        """The first one."""
+        return self.texts("user")[self.agreed].strip()
+
+
+def demonstrate(env: Any, task_id: str) -> dict:
+    """Play the environment's expert through one task: a line of expert.jsonl."""
+    *_, end = replay(env, task_id)
+    messages = end.state.dump()[:-1]  # up to the last action
+    line = {"task_id": task_id, "env": env.name, "task": end.state.task, "messages": messages}
+    return line | {"reward": end.reward}
+
+
+def collect(env: Any, config: Any) -> Path:
+    """RUN/expert.jsonl with the first --n-expert training tasks."""
+    path = config.run / "expert.jsonl"
+    out = Output(path, config, env.settings, {}, itemgetter("task_id"))
+    tasks = env.task_ids("train")[: config.n_expert]
+    todo = out.todo(tasks)
+    out.write(([demonstrate(env, task_id)] for task_id in todo), "expert", len(todo))
+    out.finish(tasks)
+    return path
+
+
+def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
+    """The first `most` demonstrations of a file."""
+    convert = functools.partial(in_our_layout, env)
+    lines = itertools.islice(records.read(path, records.Demonstration, convert), most)
+    expert = []
+    for line in lines:
+        state = State.load(line["messages"], line.get("task", ""))
+        fields = {name: line[name] for name in ("reward", "source") if name in line}
+        expert.append(Demonstration(line.get("task_id"), state, **fields))
+    if not expert:
+        raise UserError(f"{path}: holds no demonstration")
+    if not any("Action:" in text for tau in expert for text in tau.actions):
+        warn(f'{path}: no message has "Action:", so each is an action as a whole')
+    return expert
+
+
+def in_our_layout(env: Any, line: dict) -> dict:
+    """A line of ours, or of ETO's, in our layout and the environment's words."""
+    if "conversations" in line:
+        turns = [(ROLES[turn["from"]], turn["value"]) for turn in line["conversations"]]
+        messages = [{"role": role, "content": text} for role, text in turns]
+        line = {"task_id": env.published_id(line), "messages": messages}
+    for turn in line["messages"]:
+        turn["content"] = env.in_own_words(turn["content"])
+    return line
+
+
+def demonstrations_of(checkpoint: Path) -> tuple[Path | None, int | None]:
+    """The demonstrations that a checkpoint, or the one it was trained from, was cloned from: their
+    file (None: there is none), and how many of them were given (None: all)."""
+    if start := input_of(checkpoint, "sft"):
+        return demonstrations_of(start)
+    return input_of(checkpoint, "expert"), meta_of(checkpoint)["recipe"].get("n_expert")
+
+
+def by_task(
+    named: Path | None, sft: Path, env: Any
+) -> tuple[Path | None, dict[str, Demonstration]]:
+    """The named file, or the one that the agent was cloned from; of each task in it the
+    demonstration of the highest reward, of equals the first."""
+    path, most = (named, None) if named else demonstrations_of(sft)
+    if path is None:
+        warn(f"{sft}: its demonstrations are not at hand (--expert): the expert plays anew")
+        return None, {}
+    best: dict[str, Demonstration] = {}
+    for tau in read(path, env, most):
+        known = best.setdefault(str(tau.task_id), tau)
+        if tau.source != "policy" and (tau.reward or 0) > (known.reward or 0):
+            best[str(tau.task_id)] = tau
+    return path, best

@@ -1,0 +1,286 @@
+"""What the stages write: complete or absent, made again by the same command, byte for byte.
+
+    RUN/run.json            environment, options, content of data files, seed, preset
+    RUN/trees.jsonl         an output
+    RUN/trees.meta.json     its recipe: settings and inputs that its bytes depend on; and figures
+    RUN/trees.jsonl.parts/  what is done of an unfinished output, a file per process
+
+1. An output gets its name by one rename. To be there is to be complete.
+2. The same recipe gives the same bytes: it resumes an output, and another recipe is refused.
+3. A group of lines (a tree, a result) depends on the recipe and on its own key alone. So whichever
+   process makes it, and however often, it is the same group.
+
+No torch here, so that bellman.py starts at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from qlass import UserError
+
+PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata tell
+Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    with atomic(path) as draft:
+        draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def dumps(record: Any) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def write_jsonl(path: Path, records: Iterable[dict]) -> None:
+    with atomic(path) as draft, open(draft, "w", encoding="utf-8") as out:
+        out.writelines(map(dumps, records))
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Where to write a file or a folder that takes the place of `path` when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft{share()[0]}")
+    remove(draft)  # of a call that was killed
+    yield draft
+    if path.is_dir():
+        remove(path)
+    draft.replace(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold the lock of an output until the block or this process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True):
+            yield
+    except Timeout:
+        raise UserError(f"{path}: another process is writing it") from None
+
+
+def sha256(path: Path) -> str:
+    """Of a file, or of the files of a checkpoint's folder."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return digest(*((file, file.stat().st_mtime_ns) for file in files if file.is_file()))
+
+
+@functools.cache  # a large model is read once
+def digest(*files: tuple[Path, int]) -> str:
+    total = hashlib.sha256()
+    for file, _ in files:
+        with open(file, "rb") as content:
+            total.update(hashlib.file_digest(content, "sha256").digest())
+    return total.hexdigest()
+
+
+def share() -> tuple[int, int]:
+    """RANK and WORLD_SIZE, as torchrun and job arrays set them; alone 0 and 1."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+# ------------------------------------------------------------------------------------- the recipe
+
+
+def meta_path(output: Path) -> Path:
+    """trees.jsonl -> trees.meta.json; a checkpoint folder sft -> sft.meta.json."""
+    return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
+
+
+def meta_of(output: Path) -> dict[str, Any]:
+    path = meta_path(output)
+    return read_json(path) if path.exists() else {"recipe": {}, "inputs": {}}
+
+
+def parts_of(output: Path) -> Path:
+    """The folder of what is done of an unfinished output."""
+    return output.with_name(output.name + ".parts")
+
+
+def input_of(output: Path, name: str) -> Path | None:
+    """Where an input of an output is; None: there was none, or it is gone."""
+    place = meta_of(output)["inputs"].get(name)
+    path = output.parent / (place or "")
+    return path if place and path.exists() else None
+
+
+def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path:
+    """An input of a stage: what was named, else RUN/name, which the earlier stage makes first."""
+    path = named or config.run / name
+    if named and not path.exists():
+        raise UserError(f"{named}: no such file or folder")
+    if not path.exists():
+        flags = shared_flags(config)
+        print(f"{path} is missing: making it with python {stage}.py {' '.join(flags)}", flush=True)
+        importlib.import_module(stage).main(flags)
+    for source in changed_inputs(path):
+        warn(f"{path} was made from another {source} than there is now")
+    return path
+
+
+def shared_flags(config: Any) -> list[str]:
+    """What the commands of a run have in common."""
+    flags = ["--run", str(config.run), "--env", config.env, "--seed", str(config.seed)]
+    return flags + [f"--env-option={option}" for option in config.env_option]
+
+
+def changed_inputs(output: Path) -> list[Path]:
+    """What an output was made from, and is another now."""
+    meta = meta_of(output)
+    changed = []
+    for name in meta["inputs"]:
+        path = input_of(output, name)
+        if path and sha256(path) != meta["recipe"][name]:
+            changed.append(path)
+    return changed
+
+
+def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -> dict[str, Any]:
+    """Claim an output: write its metadata, or compare what it was begun with. Returns those.
+
+    settings: what its bytes depend on, beside the content of the inputs.
+    """
+    hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
+    recipe = json.loads(json.dumps(settings | hashes, default=str))
+    old = meta_of(output)
+    states = output.with_name(output.name + ".partial")  # of a checkpoint
+    done = [output.exists(), states.exists(), *parts_of(output).glob("*.jsonl")]
+    if not old["recipe"] and any(done):
+        raise UserError(f"{output}: not of this command, which leaves a .meta.json: move it")
+    if config.overwrite:
+        for path in (output, parts_of(output), states, meta_path(output)):
+            remove(path)
+    if config.overwrite or not any(done):
+        old = {"recipe": {}, "inputs": {}}
+    for name in old["recipe"].keys() & recipe.keys():
+        before, now = old["recipe"][name], recipe[name]
+        if before != now:
+            way_out = "--overwrite starts again, another --out or --run keeps both"
+            raise UserError(f"{output} was begun with {name} {before}, not {now}: {way_out}")
+    folder = output.parent.resolve()
+    places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
+    meta = old | {"recipe": old["recipe"] | recipe, "inputs": old["inputs"] | places}
+    meta["versions"] = {name: version(name) for name in PACKAGES}
+    write_json(meta_path(output), meta)
+    if "env_files" in recipe and not (config.run / "run.json").exists():
+        shared = {n: getattr(config, n) for n in ("env", "env_option", "seed", "preset")}
+        write_json(config.run / "run.json", shared | {"env_files": recipe["env_files"]})
+    return meta
+
+
+# ------------------------------------------------------------------------ outputs of several parts
+
+
+class Output:
+    """A JSONL file made group by group, by one process or several.
+
+    A *group* is the lines that are about one thing and are written at once: of trees.jsonl the tree
+    of a task, of expert.jsonl and results.jsonl one line. key: what a group is about, the same for
+    all of its lines. groups: what is done, by whichever process.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: Any,
+        settings: dict[str, Any],
+        inputs: Inputs,
+        key: Callable[[dict], Any],
+    ) -> None:
+        rank, n = share()
+        if n > 1 and config.overwrite:
+            raise UserError(f"{path}: --overwrite is for one process: delete it")
+        self.path, self.key = path, key
+        self.parts = parts_of(path)
+        self.part = self.parts / f"{rank}-of-{n}.jsonl"
+        self.open = contextlib.ExitStack()
+        self.open.enter_context(lock(self.part if n > 1 else path))
+        self.meta = begin(path, config, settings, inputs)
+        self.read()
+
+    @property
+    def records(self) -> list[dict]:
+        return list(itertools.chain(*self.groups.values()))
+
+    def read(self) -> None:
+        """All groups that are done, by their keys."""
+        parts: dict[Any, list[dict]] = {}
+        for part in sorted(self.parts.glob("*.jsonl")):
+            with contextlib.suppress(FileNotFoundError):  # another process has just finished
+                for line in part.read_bytes().splitlines(keepends=True):
+                    if line.endswith(b"\n"):  # else its writer was stopped
+                        group = json.loads(line)
+                        parts[self.key(group[0])] = group
+        lines = read_jsonl(self.path) if self.path.exists() else []
+        whole = {key: list(group) for key, group in itertools.groupby(lines, self.key)}
+        self.groups = whole | parts
+        self.named = set(whole)  # what the output has already
+
+    def todo(self, keys: Sequence[Any]) -> list[Any]:
+        """What is missing of this process's share."""
+        if not keys:
+            raise UserError(f"{self.path}: no tasks are left: mind --split, --skip and --limit")
+        rank, n = share()
+        return [key for key in keys[rank::n] if key not in self.groups]
+
+    def write(self, groups: Iterable[list[dict]], title: str, total: int) -> None:
+        """Write groups as they come, each as one line of this process's part."""
+        self.parts.mkdir(exist_ok=True)
+        with open(self.part, "ab") as out:
+            out.truncate(self.part.read_bytes().rfind(b"\n") + 1)  # what a stop cut
+            for group in tqdm(groups, title, total, mininterval=0.5):
+                out.write(dumps(group).encode())
+                out.flush()
+        self.read()
+
+    def finish(self, plan: Sequence[Any], **figures: Any) -> None:
+        """Give the output its name, once all that is planned is done, by whichever process."""
+        missing = [key for key in plan if key not in self.groups]
+        if missing:
+            print(f"{self.path}: {len(missing)} of {len(plan)} are left to other processes")
+        else:
+            for key in plan:  # in this order, behind what it has
+                if key not in self.named:
+                    self.groups[key] = self.groups.pop(key)
+            write_json(meta_path(self.path), self.meta | figures)
+            write_jsonl(self.path, self.records)
+            shutil.rmtree(self.parts, ignore_errors=True)
+        self.open.close()

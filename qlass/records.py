@@ -1,0 +1,110 @@
+"""The lines of a run's files, by their types. data/README.md shows one of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, TypeAdapter
+from typing_extensions import NotRequired, Required, TypedDict
+
+from qlass import UserError
+
+L = TypeVar("L")
+Reward = Annotated[float, Field(ge=0, le=1)]  # 1 is success
+
+
+class Turn(TypedDict):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Demonstration(TypedDict):
+    """A line of expert.jsonl: a trajectory up to its last action."""
+
+    messages: list[Turn]
+    task_id: NotRequired[str | None]
+    task: NotRequired[str]  # the instruction's sentence
+    reward: NotRequired[Reward]
+    source: NotRequired[str]  # "policy": self-training has added a trajectory of the agent's
+
+
+class Node(TypedDict):
+    """A line of trees.jsonl: an action and what it led to. The root has the task's messages."""
+
+    task_id: str
+    node_id: int
+    parent_id: int | None
+    depth: int
+    action: str | None
+    observation: str
+    reward: Reward
+    done: bool
+    source: str  # who acted first: "policy" or "expert"; of the root nobody
+    branch: int
+    expert: bool
+    cut: NotRequired[Reward]  # what the agent earned at its limit, where the demonstration goes on
+    nodes: NotRequired[int]  # of the tree
+    messages: NotRequired[list[Turn]]
+    task: NotRequired[str]
+
+
+class Label(Node):
+    """A line of q_labels.jsonl."""
+
+    q_raw: float
+    q: float
+
+
+class Move(TypedDict, total=False):
+    """A step of a result's episode."""
+
+    action: str
+    observation: str
+    candidates: list[Any] | None
+
+
+class Result(TypedDict, total=False):
+    """A line of results.jsonl."""
+
+    task_id: Required[str | int]
+    env: Required[str]
+    method: Required[str]
+    reward: Required[float]
+    tokens: Required[dict[str, float]]
+    block: str | int | None
+    split: str | None
+    type: str | None
+    label: str | None
+    player: str | None
+    select: str | None
+    seed: int | None
+    M: int | None
+    N: int | None
+    success: bool | None
+    n_steps: int | None
+    unknown_actions: int | None
+    env_steps: int | None
+    resets: int | None
+    steps: list[Move]
+
+
+def read(
+    path: Path, kind: type[L], convert: Callable[[Any], Any] = lambda line: line
+) -> Iterator[L]:
+    """The lines of a file, or of a JSON list as in ETO's files. UserError for one of another type.
+
+    convert: what to do with a line before its type is checked.
+    """
+    check = TypeAdapter(kind).validate_python
+    text = path.read_text(encoding="utf-8-sig")
+    lines: Any = json.loads(text) if text.startswith("[") else text.splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            record = convert(json.loads(line) if isinstance(line, str) else line)
+            check(record, strict=True)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}:{number}: {' '.join(str(error).split())[:300]}") from None
+        yield record

@@ -1,0 +1,180 @@
+"""The agent's weights, or a QNet's, behind an OpenAI-compatible server, such as vLLM or SGLang. The
+folder of these weights is here too: it has tokenizer and metadata.
+
+The client of `openai` waits for a server that is busy or away. What a server answers otherwise, and
+what it has read in part or not finished, stops the run in one line: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qlass import UserError
+from qlass.batching import Candidate, LogProb, Sample, Score
+from qlass.messages import State, uniforms
+from qlass.models import load_chat
+from qlass.outputs import meta_of
+from qlass.policy import QUESTION
+
+ENDS = ("stop", "length")  # of a reply that was not given up
+TRIES = 80  # after waits of 0.5, 1, 2, 4, 8, 8, ... seconds
+
+
+class Server:
+    """The model at http://HOST:PORT/v1, with #MODEL if there are several; $OPENAI_API_KEY."""
+
+    def __init__(self, url: str, width: int | None = None) -> None:
+        import openai
+
+        address, _, name = url.partition("#")
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        self.url = url
+        self.errors = openai.OpenAIError
+        self.width = width or 64
+        self.client = openai.OpenAI(base_url=address, api_key=key, max_retries=TRIES)
+        self.model = name or self.ask(self.client.models.list).data[0].id
+
+    def ask(self, method: Callable, **body: Any) -> Any:
+        """The reply of a method of the client."""
+        try:
+            return method(**body)
+        except self.errors as error:
+            raise UserError(f"{self.url}: {' '.join(str(error).split())[:300]}") from error
+
+    def complete(self, prompt: list[int], **options: Any) -> tuple[Any, Any]:
+        """The completion of a prompt of token ids, and what it read and wrote."""
+        body = {"model": self.model, "prompt": prompt, **options}
+        reply = self.ask(self.client.completions.create, **body)
+        (choice,) = reply.choices
+        whole = reply.usage.prompt_tokens == len(prompt) and choice.finish_reason in ENDS
+        if not whole:
+            raise UserError(f"{self.url}: reads {len(prompt)} tokens as {reply.usage}: {choice}")
+        return choice, reply.usage
+
+    def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> tuple[Any, Any]:
+        """A chat completion; messages are (role, content)."""
+        talk = State(tuple(messages)).dump()
+        body = {"model": self.model, "messages": talk, **options}
+        reply = self.ask(self.client.chat.completions.create, **body)
+        return reply.choices[0], reply.usage
+
+    def side_by_side(self, function: Callable, jobs: list) -> list[Any]:
+        """What the function gives for the arguments of each job."""
+        with ThreadPool(self.width) as pool:
+            return pool.starmap(function, jobs, chunksize=1)
+
+
+def check(server: Server, folder: Path, answer: Callable[[list], list], most: float) -> None:
+    """UserError if the server answers a fixed question otherwise than the checkpoint in a folder,
+    by more than bf16 and float32 differ."""
+    known = meta_of(folder).get("fingerprint")
+    if not known:
+        return
+    (values,) = answer([QUESTION])
+    error = np.abs(np.subtract(values, known)).max()
+    if not error < most:
+        problem = f"a fixed text has another value, by {error:.3f}"
+        raise UserError(f"{server.url}: has other weights than {folder} ({problem})")
+
+
+class ServedPolicy:
+    """pi(a | s) by a server that holds the checkpoint's weights; free text.
+
+    Each text has a seed of (run seed, task, node, candidate), so a server that keeps seeds gives
+    the same texts again: in bf16 only with the same --in-flight.
+    """
+
+    computed = 0
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        self.chat, self.seed = load_chat(folder, config), config.seed
+        if self.chat.rendering.candidates == "valid":
+            raise UserError("--server: the agent chooses by probabilities, which no server tells")
+        self.server = Server(config.server, config.in_flight)
+        check(self.server, folder, self.likelihoods, most=2.0)
+
+    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
+        jobs = []
+        for request in requests:
+            jobs += [(request, k) for k in range(request.n)]
+        texts = iter(self.server.side_by_side(self.text, jobs))
+        return [[next(texts) for _ in range(request.n)] for request in requests]
+
+    def text(self, request: Sample, k: int) -> Candidate:
+        """Candidate k; each setting is named, else a default of the server's would act."""
+        rendering = self.chat.rendering
+        (noise,) = uniforms(1, self.seed, *request.key, k)
+        options = {
+            "temperature": request.temperature,
+            "max_tokens": rendering.max_new_tokens,
+            "stop": list(rendering.stop),
+            "seed": int(noise * 2**31),
+            "extra_body": {"stop_token_ids": sorted(self.chat.stop_ids)},
+        }
+        prompt = self.chat.prompt(request.state)
+        choice, usage = self.server.complete(prompt, **options)
+        self.computed += usage.total_tokens
+        action = self.chat.action_in(choice.text)
+        return Candidate(action, usage.completion_tokens, math.nan)
+
+    def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
+        """log pi(a | s) of texts, where the server tells log-probabilities of a prompt (vLLM)."""
+        jobs = []
+        for r in requests:
+            jobs += [(r.state, action) for action in r.actions]
+        sums = iter(self.server.side_by_side(self.likelihood, jobs))
+        return [[next(sums) for _ in r.actions] for r in requests]
+
+    def likelihood(self, state: State, action: str) -> float:
+        """log pi(a | s) of one text, in nats."""
+        prompt = self.chat.prompt(state)
+        ids = self.chat.action(action, state.task, len(prompt))
+        more = {"prompt_logprobs": 0}
+        choice, _ = self.server.complete(prompt + ids, max_tokens=1, extra_body=more)
+        total = 0.0
+        for token, entry in zip(ids, choice.prompt_logprobs[len(prompt) :], strict=True):
+            total += entry[str(token)]["logprob"]
+        return total
+
+
+class ServedQNet:
+    """The scores of `train_qnet.QNet`, by a server of its folder."""
+
+    def __init__(self, url: str, config: Any) -> None:
+        self.server = Server(url, config.in_flight)
+        self.folder = Path(self.server.model)
+        self.chat = load_chat(self.folder, config)
+        check(self.server, self.folder, self.score, most=0.02)
+
+    def score(self, requests: list[Score]) -> list[list[float]]:
+        """Siblings are one call, so that one replica reads their prefix, once."""
+        jobs = []
+        for request in requests:
+            jobs.append((request,))
+        return self.server.side_by_side(self.values, jobs)
+
+    def values(self, request: Score) -> list[float]:
+        """The value at each text's last token: an embedding of one number."""
+        prompt = self.chat.prompt(request.state)
+        texts = []
+        for action in request.actions:
+            ids = self.chat.action(action, request.state.task, len(prompt))
+            texts.append(prompt + ids)
+        body = {
+            "model": self.server.model,
+            "input": texts,
+        }
+        reply = self.server.ask(self.server.client.embeddings.create, **body)
+        entries = sorted(reply.data, key=lambda entry: entry.index)
+        values = [entry.embedding[0] for entry in entries]
+        tokens = sum(map(len, texts))
+        if reply.usage.prompt_tokens != tokens or not np.isfinite(values).all():
+            raise UserError(f"{self.server.url}: reads {reply.usage}, and gives {values}")
+        return values

@@ -1,0 +1,160 @@
+"""Settings: one frozen dataclass per command is its flags, its --help, its defaults and its recipe.
+
+What no flag says comes from RUN/run.json, then from a preset (qlass/presets.py), then from the
+class, where the paper's settings stand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import tyro
+from tyro.conf import UseAppendAction
+
+from qlass import UserError, presets
+from qlass.outputs import read_json
+
+C = TypeVar("C")
+R = TypeVar("R", bound="Run")
+
+
+def runtime(default: Any) -> Any:
+    """A field that may differ when a run goes on: no byte of an output depends on it."""
+    return dataclasses.field(default=default, metadata={"runtime": True})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every command of a run has."""
+
+    stage: ClassVar[str] = ""  # whose settings a preset has for this command
+    plays_elsewhere: ClassVar[bool] = False  # in another environment than the run's, if asked to
+
+    env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
+    env_option: UseAppendAction[tuple[str, ...]] = ()  # NAME=VALUE, of the environment
+    run: Path = runtime(Path("runs/ENV"))  # folder of this run's files
+    preset: Literal["tiny", "paper"] | None = runtime(None)  # whose defaults (qlass/presets.py)
+    seed: int = 0  # of all random numbers
+    overwrite: bool = runtime(False)  # make the output again from scratch
+
+    def recipe(self) -> dict[str, Any]:
+        """The settings that the bytes of an output depend on."""
+        fields = dataclasses.fields(self)
+        return {f.name: getattr(self, f.name) for f in fields if not f.metadata.get("runtime")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model(Run):
+    """Where a model computes, and in how many bits."""
+
+    load_in: Literal["4bit", "8bit"] | None = None  # bits per weight (bitsandbytes)
+    precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
+    device: str | None = runtime(None)  # the GPU, or without one the CPU
+
+    def recipe(self) -> dict[str, Any]:
+        """A resumed run must not mix a GPU's numbers and a CPU's."""
+        from qlass.models import device_and_precision
+
+        return super().recipe() | {"precision": device_and_precision(self)[1]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt(Model):
+    """What a prompt depends on, which agent and QNet must share."""
+
+    max_new_tokens: int | None = None  # of an action (the checkpoint's: 256; tiny: 48)
+    truncate: Literal["oldest"] | None = None  # leave out old turns beyond the context
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling(Prompt):
+    """How a stage in which the agent acts samples from it."""
+
+    temperature: float | None = None  # else the checkpoint's own (0.7; tiny: 1)
+    plain: bool = runtime(False)  # one sequence at a time, for recurrent models
+    cache_gb: float | None = runtime(None)  # GB for prompts (2; on a GPU a quarter of its memory)
+    in_flight: int | None = runtime(None)  # trees or episodes side by side (64; sciworld: 4)
+    server: str | None = runtime(None)  # URL[#MODEL] of an OpenAI-compatible server of the agent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learning(Model):
+    """How a large model is trained in little memory; the defaults are Table 5's."""
+
+    lr: float = 1e-5  # learning rate at its peak
+    batch: int = 64  # examples per update (of pairs at least)
+    patience: int = 2  # epochs without a better validation before it ends
+    lora: int | None = None  # train updates of this rank alone
+    optim: Literal["adamw", "adamw8bit"] = "adamw"  # moments in 32 or in 8 bits
+    gradient_checkpointing: bool = runtime(False)  # less memory, a third more time
+    micro_tokens: int = runtime(8192)  # tokens in memory at once, padding included
+    save_every: int = runtime(50)  # updates
+
+
+# ------------------------------------------------------------------------------ reading the flags
+
+
+FORM = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
+
+
+def parse(kind: type[C], doc: str | None, argv: Sequence[str] | None = None) -> C:
+    """What the flags and the class say. doc: a module's docstring, with which --help begins."""
+    return tyro.cli(kind, args=argv, description=doc, config=FORM)
+
+
+def read(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R:
+    """The settings of a command of a run."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    config = parse(kind, doc, words)
+    flags = [word.partition("=")[0].lstrip("-") for word in words if word.startswith("-")]
+    given = {flag.replace("-", "_") for flag in flags}
+
+    def with_defaults(values: dict[str, Any]) -> R:
+        """The settings with these values where no flag says another."""
+        return dataclasses.replace(config, **{n: v for n, v in values.items() if n not in given})
+
+    config = with_defaults({"run": Path("runs") / config.env.rpartition(":")[2].lower()})
+    run = read_run(config.run)
+    config = with_defaults({name: run[name] for name in ("env", "seed", "preset") if run})
+    own = tuple(run["env_option"]) if run else ()
+    more = tuple(option for option in config.env_option if option not in own)
+    at_home = run and config.env == run["env"]
+    if run and not kind.plays_elsewhere and (more or not at_home):
+        raise UserError(f"{config.run} is of {' '.join([run['env'], *own])}: give another --run")
+    config = with_defaults({"preset": config.preset or presets.preset_for(config)})
+    settings = presets.settings(config)
+    print(f"preset {config.preset}: {settings}", file=sys.stderr)
+    config = with_defaults(settings)
+    if at_home:
+        config = dataclasses.replace(config, env_option=(*own, *more))
+    check_numbers(config)
+    return config
+
+
+def check_numbers(config: Run) -> None:
+    """UserError for a negative number, or one that is none."""
+    for name, value in vars(config).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and not number >= 0:
+                raise UserError(f"--{name.replace('_', '-')} {number}: 0 or more is expected")
+
+
+def read_run(run: Path) -> dict[str, Any]:
+    """RUN/run.json: environment, options, files, seed, preset; of a new run nothing."""
+    file = run / "run.json"
+    return read_json(file) if file.exists() else {}
+
+
+def run_stage(main: Callable[[], None]) -> None:
+    """A script's last line: a mistake in one line, with exit code 2."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command resumes")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
