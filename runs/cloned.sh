@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# The same demonstrations for agent, trees and QNet, as in the paper, in WebShop's shops of their own: the trees grow on the
+# tasks that the agent was cloned from. The comparisons are planned in runs/reference_output/plans.csv; what they need is
+# played first, in all shops, each on 400 test tasks.
+#   bash runs/cloned.sh [SEED ...]                    1,000 demonstrations and the paper's three epochs, so that the agent
+#                                                     still errs on its own tasks    (default: 161 to 170)
+#   bash runs/cloned.sh --by-heart SIZE [SEED ...]    100, 300 or 1,000 demonstrations, cloned until the agent knows its
+#                                                     tasks    (default: 101 to 110, of 1,000 demonstrations 101 to 105)
+# The trees have at most 6,000 rollouts in all: sixty, twenty or six on each task.
+# Run it again after a stop: finished stages are kept, the others resume.
+set -eo pipefail
+ENV=webshop
+. "$(dirname "$0")/common.sh"
+size=1000 name=cloned epochs=(--epochs 3) agent="cloned from 1000, 3 epochs" by_heart=
+if [ "$1" = --by-heart ]; then
+    by_heart=yes size=$2 name=equal-$2 agent="cloned from $2" epochs=(--epochs 12)
+    [[ " 100 300 1000 " == *" $2 "* ]] || fail "--by-heart $2: 100, 300 or 1000 is expected"
+    shift 2
+    [ "$size" != 100 ] || epochs=()  # the preset's 34
+fi
+numbers "$@"
+case $#$by_heart-$size in
+    0-*) set -- 161 162 163 164 165 166 167 168 169 170 ;;
+    0yes-1000) set -- 101 102 103 104 105 ;;
+    0yes-*) set -- 101 102 103 104 105 106 107 108 109 110 ;;
+esac
+tasks=(--limit 400) sft=(--n-expert "$size" "${epochs[@]}")
+trees=(--tasks cloned --limit "$size" --rollouts $((6000 / size)))
+play=(--temperature 0.7)  # the paper's, and the best of .5, .7 and 1 on validation tasks of shops 143 and 144
+[ -z "$by_heart" ] || play=()
+with_qnet() {  # NAME WORDS M... -- FLAG...: a QNet, and QLASS by it
+    local qnet_of=$1 label="$agent, QNet $2" sizes=()
+    shift 2
+    while [ "$1" != -- ]; do sizes+=("$1") && shift; done
+    another_qnet "$qnet_of" "${@:2}"
+    search --qnet "$RUN/qnet-$qnet_of" --label "$label" --method qlass -M "${sizes[@]}" \
+        "${play[@]}" --out "$RUN/results-$qnet_of.jsonl"
+}
+of_rank=(--label "$agent, QNet with rank weight")
+for seed; do  # what is planned
+    shop $name "$seed"
+    clone
+    stage build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}"
+    stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}"
+    compare --method greedy sample likeliest -M 6 --label "$agent" "${play[@]}" --out "$RUN/results-agent.jsonl"
+    if [ -n "$by_heart" ]; then
+        with_qnet rank "with rank weight" 6 --
+    else
+        with_qnet rank "with rank weight" 2 4 6 --
+        with_qnet all "by Eq. 11" 6 -- --loss-on all --rank-weight 0
+        search --qnet "$RUN/qnet-rank" "${of_rank[@]}, candidates that differ" --method qlass -M 4 --distinct \
+            "${play[@]}" --out "$RUN/results-distinct.jsonl"
+    fi
+    search --qnet "$RUN/qnet-rank" "${of_rank[@]}" --method best_of_n -N 6 "${play[@]}" \
+        --out "$RUN/results-best-rank.jsonl"
+done
+for seed; do  # beside it
+    shop $name "$seed"
+    [ -z "$by_heart" ] || with_qnet all "by Eq. 11" 6 -- --loss-on all --rank-weight 0
+    with_qnet last "by the last token" 6 -- --rank-weight 0
+    compare --method oracle_step -M 6 --label "$agent" "${play[@]}" --out "$RUN/results-value.jsonl"
+    if [ -z "$by_heart" ]; then  # RFT by the trees' own steps
+        again=("${epochs[@]}")
+        clone_again tree --method tree
+        variant tree "$agent, and from the trees' best" --method greedy --sft "$RUN/sft-tree"
+    fi
+done
+rows $name "$@"
