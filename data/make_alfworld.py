@@ -259,8 +259,6 @@ if __name__ == "__main__":
     parser.add_argument("--full", action="store_true", help="complete files, with domain and grammar")
     parser.add_argument("--out", type=Path, help="default: data/generated/alfworld-SEED, with --train -SEED-TRAIN")
     args = parser.parse_args()
-    if args.train < 1:
-        parser.error(f"--train {args.train}: at least one game is needed")
     from qlass import UserError
 
     out = args.out or GENERATED / f"alfworld-{args.seed}{f'-{args.train}' * (args.train != TRAIN)}"

@@ -2,7 +2,7 @@
 
     python data/make_webshop.py [--seed 0] [--products 1500] [--out data/generated/webshop-0]
 
-Writes `items_shuffle.json`, `items_ins_v2.json`, `items_human_ins.json` (WebShop's schema, data/README.md) and
+Writes `items_shuffle.json`, `items_ins_v2.json`, `items_human_ins.json` (WebShop's schema, docs/files.md) and
 `title_nouns.json` (asin -> what the title names, for the type part of the reward). The same seed gives the same bytes.
 Above 2,000 products (WebShop has 1,180,000) it writes a crowd of made-up words, to measure and not to learn.
 

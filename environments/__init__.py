@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from qlass import UserError
 
-WHERE = "(docs/paper.md, section Data, says where the originals' files are from)"  # of what is missing
+WHERE = "(docs/models.md, section Data, says where the originals' files are from)"  # of what is missing
 
 
 class AnyText(spaces.Text):

@@ -1,22 +1,23 @@
-"""Play the rules of docs/environment.md in an environment of your own, by some twenty steps.
+"""The rules of docs/environment.md, played in an environment by some twenty steps.
 
-A run does so as it begins. By itself:
+A run plays them as it first uses a class of your own. By themselves:
 
-python -m environments.check --env MODULE:CLASS --env-option NAME=VALUE
+    python -m environments --env MODULE:CLASS --env-option NAME=VALUE
 """
 
 import itertools
+from collections.abc import Iterator
+from numbers import Real
+from typing import Any
 
 from gymnasium.utils.env_checker import check_env
 
-import envs
 from qlass import UserError
-from qlass.settings import Run, read, run_stage
 
 STEPS = 3
 
 
-def check(env: envs.TextEnv) -> None:
+def check(env: Any) -> None:
     """UserError that names the first rule which does not hold. Afterwards the environment is spent."""
     try:
         play_rules(env)
@@ -24,45 +25,54 @@ def check(env: envs.TextEnv) -> None:
         raise UserError(f"{env.name}: a rule of docs/environment.md does not hold: {error}") from error
 
 
-def actions_of(env: envs.TextEnv, task_id: str) -> list[str]:
-    """The expert's first actions or, without one, any."""
-    try:
-        return [action for _, action in itertools.islice(env.expert(task_id), STEPS)]
-    except NotImplementedError:
-        return env.valid_actions()[:1] * STEPS
-
-
-def play_rules(env: envs.TextEnv) -> None:
+def play_rules(env: Any) -> None:
     """AssertionError that names the first rule which does not hold."""
     for split in ("train", "test"):
         tasks = env.split_ids(split)
-        assert tasks == env.split_ids(split), f"{split}: the same tasks in the same order at each call"
-        assert len(set(tasks)) == len(tasks) > 0, f"{split}: tasks, each once"
-    check_env(env.fork(), skip_render_check=True)
+        assert tasks == env.split_ids(split), f"split_ids({split!r}): the same tasks in the same order at each call"
+        assert len(set(tasks)) == len(tasks) > 0, f"split_ids({split!r}): tasks, each once"
     task = env.task_ids("train")[0]
-    _, info = env.reset(options={"task_id": task})
-    assert info["task_id"] == task and isinstance(info["task"], str), "info has task_id and task"
+    answer = env.reset(options={"task_id": task})
+    assert isinstance(answer, tuple) and len(answer) == 2, "reset returns an observation and info"
+    check_page(env, *answer)
+    assert answer[1].get("task_id") == task and isinstance(answer[1].get("task"), str), "info has task_id and task"
     played = []
     for action in actions_of(env, task):
         before = env.snapshot()
         answer = env.step(action)
-        assert isinstance(answer[0], str), "an observation is a text"
-        assert 0 <= answer[1] <= 1 and (answer[2] or not answer[1]), "the last step earns 0 to 1, others 0"
-        assert answer[4]["valid_actions"] == env.valid_actions(), "info has valid_actions"
+        check_step(env, answer)
         played.append((before, action, answer[:4]))
+        if answer[2] or answer[3]:
+            break
     for before, action, answer in reversed(played):
         env.restore(before)
         assert env.step(action)[:4] == answer, "restore goes back to a snapshot, which stays as it is"
+    check_env(env.fork(), skip_render_check=True)
     env.max_steps = 1
     env.reset(options={"task_id": task})
     assert any(env.step("sing a song")[2:4]), "any text is answered, and the last of max_steps truncates"
 
 
-def main(argv: list[str] | None = None) -> None:
-    env = envs.from_config(read(Run, __doc__, argv))
-    check(env)
-    print(f"{env.name}: keeps the rules")
+def actions_of(env: Any, task_id: str) -> Iterator[str]:
+    """The expert's first actions or, without one, any that is valid. The caller steps the environment between two."""
+    try:
+        for _, action in itertools.islice(env.expert(task_id), STEPS):
+            yield action
+    except NotImplementedError:
+        for _ in range(STEPS):
+            yield env.valid_actions()[0]
 
 
-if __name__ == "__main__":
-    run_stage(main)
+def check_step(env: Any, answer: Any) -> None:
+    named = "step returns an observation, a reward, terminated, truncated and info"
+    assert isinstance(answer, tuple) and len(answer) == 5, named
+    observation, reward, terminated, truncated, info = answer
+    assert isinstance(reward, Real) and 0 <= reward <= 1, "a reward is a number from 0 to 1"
+    assert terminated or truncated or reward == 0, "the last step earns 0 to 1, others 0"
+    check_page(env, observation, info)
+
+
+def check_page(env: Any, observation: Any, info: Any) -> None:
+    assert isinstance(observation, str), "an observation is a text"
+    assert isinstance(info, dict), "info is a dictionary"
+    assert info.get("valid_actions") == env.valid_actions(), "info has valid_actions"

@@ -13,12 +13,6 @@ class Hooks:
     """The defaults. The caller of a player (an iterator of (thought, action)) steps the environment between two."""
 
     omniscient = False  # the expert knows what no page has shown: tables call it an oracle
-    unique_tasks = False  # the instruction alone says which task it is
-
-    @staticmethod
-    def default_options() -> dict[str, str]:
-        """Options that surroundings such as shell variables set, unless they are named."""
-        return {}
 
     def step_limit(self) -> int | None:
         """The number of the step that ends the episode at hand at the latest; None: it goes on."""

@@ -1,4 +1,4 @@
-"""What every environment keeps to, the order of tasks, and the example of docs/environment.md through all stages."""
+"""What every environment keeps to, the check of its rules, the order of tasks, and an example through all stages."""
 
 import copy
 import itertools
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import envs
 from docs.switches import Switches
 from environments import check
+from environments.__main__ import main
 from experiments import compare
 from qlass import UserError, presets
 from qlass.outputs import read_jsonl
@@ -110,17 +111,6 @@ def test_every_stretch_holds_each_type_by_its_share(sizes, data):
             assert abs(found[str(kind)] - share * (end - first)) <= bound
 
 
-class Wrapped(Switches):
-    """Around a simulator that all forks share and that each episode changes."""
-
-    name, side_by_side = "wrapped", envs.TextEnv.side_by_side
-    on = property(lambda self: self.simulator["on"], lambda self, lamps: self.simulator.update(on=lamps))
-
-    def __init__(self):
-        super().__init__()
-        self.simulator = {}
-
-
 def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
     for stage, name, value in (("sft", "epochs", 1), ("train_qnet", "epochs", 1), ("build_trees", "limit", 2)):
         monkeypatch.setitem(presets.TINY["any"][stage], name, value)
@@ -132,24 +122,10 @@ def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
     assert {"greedy", "qlass", "best_of_n"} <= {r["method"] for r in records}
 
 
-def step_as(change):
-    """A step whose answer is changed: change(env, action, observation, reward, terminated, truncated, info)."""
-    return {"step": lambda self, action: change(self, action, *Switches.step(self, action))}
-
-
-def reset_as(change):
-    return {"reset": lambda self, **more: change(self, *Switches.reset(self, **more))}
-
-
-def info_as(**values):
-    """The info that holds these values; without those that are None."""
-    return {"info": lambda self: {name: v for name, v in (Switches.info(self) | values).items() if v is not None}}
-
-
 class Board(Switches):
     """Whose state is a set that it changes, as most programs have it; it is copied where that is needed."""
 
-    side_by_side = 1
+    name, side_by_side = "board", 1
 
     def reset(self, **kwargs):
         answer = super().reset(**kwargs)
@@ -163,57 +139,68 @@ class Board(Switches):
         super().restore(copy.deepcopy(snapshot))
 
 
-BROKEN = [  # a class that keeps the rules, its changes, and what is said of each
-    (Switches, {"task_ids": None, "split_ids": lambda self, split: []}, "tasks, each once"),
-    (Switches, step_as(lambda self, a, o, r, *rest: (o, 0.5, *rest)), "others 0"),
-    (Switches, info_as(valid_actions=[]), "info has valid_actions"),
-    (Switches, step_as(lambda self, a, o, r, d, t, i: (o, r, d, False, i)), "the last of max_steps truncates"),
-    (Board, {"snapshot": Switches.snapshot}, "restore goes back"),
+def answered(change):
+    """A step whose answer is changed."""
+    return {"step": lambda self, action: change(*Switches.step(self, action))}
+
+
+BROKEN = [  # what a class does against the rules, and what is said of it
+    ({"split_ids": lambda self, split: []}, "tasks, each once"),
+    ({"info": lambda self: {"task_id": self.task_id, "task": "", "valid_actions": []}}, "info has valid_actions"),
+    ({"snapshot": Switches.snapshot}, "restore goes back to a snapshot"),
+    (answered(lambda *answer: answer[:4]), "step returns an observation, a reward, terminated, truncated and info"),
+    (answered(lambda o, r, *rest: (o, None, *rest)), "a reward is a number from 0 to 1"),
+    (answered(lambda o, r, *rest: (o, 0.5, *rest)), "the last step earns 0 to 1, others 0"),
+    (answered(lambda o, r, d, t, i: (o, r, d, t, None)), "info is a dictionary"),
+    (answered(lambda o, r, d, t, i: (o, r, d, False, i)), "the last of max_steps truncates"),
 ]
 
 
-@pytest.mark.parametrize(("base", "change", "says"), BROKEN)
-def test_a_class_that_breaks_a_rule_is_refused_in_one_line(base, change, says):
-    change = {name: value for name, value in change.items() if value}
-    env = type("Broken", (base,), {"name": "broken", **change})()
+@pytest.mark.parametrize(("change", "says"), BROKEN)
+def test_a_class_that_breaks_a_rule_is_refused_in_one_line(change, says):
     with pytest.raises(UserError) as refused:
-        check.check(env)
+        check.check(type("Broken", (Board,), {"name": "broken", **change})())
     text = str(refused.value)
     assert text.startswith("broken: a rule of docs/environment.md does not hold: ") and says in text
 
 
-@pytest.mark.parametrize("kind", [Board, Wrapped, FakeEnv])
+@pytest.mark.parametrize("kind", [Board, FakeEnv])
 def test_a_class_with_changing_parts_may_keep_the_rules(kind):
     check.check(kind())
 
 
+def test_the_command_says_that_a_class_keeps_the_rules(capsys):
+    main(["--env", FLAG])
+    assert capsys.readouterr().out == "switches: keeps the rules\n"
+
+
 def test_a_class_of_ones_own_is_checked_at_its_first_use(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(check, "check", lambda env: asked.append(env.name))
+    monkeypatch.setattr(envs, "check", lambda env: asked.append(env.name))
     config = Sampling(env="test_environments:Board", run=tmp_path)
     envs.from_config(config)
-    assert asked == ["switches"]
+    assert asked == ["board"]
     (tmp_path / "run.json").write_text(json.dumps({"env": config.env}))  # as its first output has it
     envs.from_config(config)
     envs.from_config(Sampling(env="frozenlake", run=tmp_path))
-    assert asked == ["switches"]
+    assert asked == ["board"]
 
 
 class Maze(Switches):
-    name, side_by_side = "maze", 2
+    name = "maze"
 
-    def __init__(self, size: int, rate: float = 0.5, level: str = "1", max_steps: int | None = 5):
+    def __init__(self, size: int, rate: float = 0.5, level: str = "1"):
         super().__init__()
-        self.size, self.rate, self.level, self.door = size, rate, level, 1 / size
+        self.size, self.rate, self.level = size, rate, level
 
 
-def built(*options: str, **more):
-    return envs.from_config(Sampling(env="test_environments:Maze", env_option=options), **more)
+def built(*options: str):
+    return envs.from_config(Sampling(env="test_environments:Maze", env_option=options))
 
 
 def test_options_arrive_as_their_defaults_are(monkeypatch):
-    monkeypatch.setattr(check, "check", lambda env: None)
+    monkeypatch.setattr(envs, "check", lambda env: None)
     env = built("size=2", "level=7", "rate=1")
     assert (env.size, env.level, env.rate) == (2, "7", 1)
-    with pytest.raises(UserError, match="sizes=7: its options are size, rate, level, max_steps"):
+    with pytest.raises(UserError, match="sizes=7: its options are size, rate, level"):
         built("sizes=7")

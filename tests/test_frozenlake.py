@@ -12,10 +12,13 @@ from qlass import UserError
 @pytest.mark.parametrize("task", ["4x4/00", "slippery-4x4/00"])
 def test_q_star_solves_the_bellman_equation_of_gymnasiums_table(task, steps):
     lake = frozenlake.load(task)
-    q, after = (frozenlake.q_star(lake, 0.9, left) for left in (steps, steps and steps - 1))
+    q = frozenlake.q_star(lake, 0.9, steps)
+    after = frozenlake.q_star(lake, 0.9, steps and steps - 1)
     for state in range(16):
         for action in range(4):
-            backup = sum(p * (r + 0.9 * (not done) * after[to].max()) for p, to, r, done in lake.P[state][action])
+            backup = 0.0
+            for probability, to, reward, done in lake.P[state][action]:
+                backup += probability * (reward + 0.9 * (not done) * after[to].max())
             assert q[state, action] == pytest.approx(backup, abs=1e-10)
     assert q[14].argmax() == (1 if "slippery" in task else 2)  # from below no slip can end in the hole beside it
 
@@ -59,14 +62,18 @@ def test_texts_rewards_and_limits():
     assert env.step("right")[:4] == ("You fell into a hole at cell 23.", 0.0, True, False)
     env.restore(start)
     invalid = "Invalid action: choose left, down, right or up. At cell 22."
-    assert [env.step("dance")[:4] for _ in range(3)] == [(invalid, 0.0, False, cut) for cut in (False, False, True)]
+    for cut in (False, False, True):
+        assert env.step("dance")[:4] == (invalid, 0.0, False, cut)
     for task in ("4x4/50", "4x4/11", "lakes/99/00"):  # beyond the map, a hole, no such lake
         with pytest.raises(UserError, match="frozenlake"):
             env.reset(options={"task_id": task})
+
+
+def test_a_lake_is_named_by_its_number_and_a_random_map_is_shown():
     env = envs.make("frozenlake", map="lakes")
     assert env.reset(options={"task_id": "lakes/7/00"})[0] == "At cell 00 of lake 7."
     assert env.instruction.endswith("\n".join(generate_random_map(4, seed=7)).replace("S", "F"))
     observation, _ = envs.make("frozenlake", map="random4").reset(options={"task_id": "random4/15"})
-    rows = [" ".join(row.replace("S", "F")) for row in generate_random_map(4, seed=15)]
-    around = "Around you: left the edge, down ice, right a hole, up the edge."
-    assert observation.splitlines()[:4] == rows and observation.endswith(around)
+    *rows, around = observation.splitlines()
+    assert rows == [" ".join(row.replace("S", "F")) for row in generate_random_map(4, seed=15)]
+    assert around.endswith("Around you: left the edge, down ice, right a hole, up the edge.")

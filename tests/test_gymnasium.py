@@ -75,9 +75,6 @@ def test_wrappers_of_gymnasium_end_and_count_an_episode(name):
         assert [env.step("sing")[3] for _ in range(2)] == [False, False]
         truncated, info = env.step("sing")[3:]
         assert truncated and info["episode"]["l"] == 3
-    two = gymnasium.make_vec(name, 2, wrappers=[lambda env: TimeLimit(env, 1)], max_steps=None)
-    two.reset(seed=0)
-    assert two.step(["sing", "sing"])[3].all()
 
 
 def test_a_drawn_task_has_luck_of_its_own_and_a_named_one_always_the_same():

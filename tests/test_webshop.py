@@ -75,15 +75,26 @@ def test_published_splits():
         real_shop(split_file=SHARED)
 
 
-def test_a_limit_of_tasks_per_product_keeps_the_first(tmp_path):
+@pytest.mark.parametrize(("limit", "kept"), [(math.inf, [*range(7)]), (1, [0, 1, 4]), (2, [0, 1, 2, 4, 6])])
+def test_a_limit_of_tasks_per_product_keeps_the_first(tmp_path, limit, kept):
     owners, shares = np.array([0, 1, 0, 0, 2, 0, 1]), np.array([75, 12, 90])
-    for limit, kept in ((math.inf, [*range(7)]), (1, [0, 1, 4]), (2, [0, 1, 2, 4, 6]), (9, [*range(7)])):
-        splits = {name: ids.tolist() for name, ids in webshop_data.splits(owners, shares, None, limit).items()}
-        assert splits["all"] == sorted(splits["train"] + splits["val"] + splits["test"]) == kept
-    file = tmp_path / "test_indices.json"
-    file.write_text("[6, 5, 3, 2, 1]")
-    splits = webshop_data.splits(owners, shares, file, 1)
-    assert (splits["test"].tolist(), splits["all"].tolist()) == ([6, 5], [0, 1, 4])
+    (tmp_path / "test_indices.json").write_text("[6, 5, 3, 2, 1]")
+    splits = webshop_data.splits(owners, shares, None, limit)
+    parts = np.concatenate([splits[name] for name in ("train", "val", "test")])
+    assert splits["all"].tolist() == sorted(parts) == kept
+    splits = webshop_data.splits(owners, shares, tmp_path / "test_indices.json", limit)
+    assert (splits["test"].tolist() == [6, 5]) == (limit == 1) and splits["all"].tolist() == kept
+
+
+def test_only_the_bundled_shop_has_tasks_that_choices_were_made_on_apart_from_its_test_split():
+    env, own = envs.make("webshop"), envs.make("webshop", human_goals=True)
+    tuning, test = env.task_ids("tuning"), env.task_ids("test")
+    everything = webshop_data.splits(env.shop.owners, env.shop.shares)["test"]
+    in_order = envs.fair_order(map(str, everything), env.task_type)
+    assert (tuning, test) == (in_order[:400], in_order[400:])
+    with pytest.raises(UserError, match="unknown split 'tuning'"):
+        own.task_ids("tuning")
+    assert len(own.task_ids("test")) == 147
 
 
 SHIRT = {
@@ -145,7 +156,7 @@ def test_the_small_catalogues_attributes_are_not_taken_for_the_full_ones(shop, t
     shop()
     (tmp_path / "items_ins_v2.json").rename(tmp_path / "items_ins_v2_1000.json")
     webshop.load.cache_clear()
-    with pytest.raises(UserError, match=r"found none of items_ins_v2\.json.*\(docs/paper\.md, section Data"):
+    with pytest.raises(UserError, match=r"found none of items_ins_v2\.json.*\(docs/models\.md, section Data"):
         envs.make("webshop", data=tmp_path)
     (tmp_path / "items_shuffle_1000.json").write_text(json.dumps([SHIRT]))
     assert len(envs.make("webshop", data=tmp_path, goals=tmp_path / "goals.json").shop.products) == 1
@@ -206,7 +217,7 @@ def test_type_of_the_product(shop):
         titles = {GOAL["name"]: ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k"], "Other": nouns}
         env = shop([SHIRT, JUMPER | {"name": "Other"} | fields])
         env.shop.find_nouns = lambda product: titles[product.title]
-        return env.score("A000000002", {})[1]["r_type"]
+        return env.shop.match(0, env.shop.position("A000000002"))["r_type"]
 
     far = {"product_category": "Clothing › Jumpers"}
     assert r_type(["x"]) == 0  # no common noun, though two common breadcrumbs
@@ -246,7 +257,7 @@ def test_a_search_for_a_blank_is_one_and_an_empty_search_is_none(shop):
     env = shop()
     env.reset(options={"task_id": "0"})
     assert env.canonical("search[ ]") == env.canonical("search[  ]") != env.canonical("search[]")
-    assert env.step("search[]")[4]["known"] is False and env.step("search[ ]")[4]["known"] is True
+    assert env.knows("search[ ]") and not env.knows("search[]")
 
 
 WORDS = st.lists(st.sampled_from(["red", "green", "shirts", "shirt", "the", "lamp", "hats", "5.5"]), max_size=8)
@@ -261,19 +272,21 @@ def test_bm25_against_the_formula(documents, query):
     words, arrays = indexer.finish(np.arange(n))
     index = webshop_search.SearchIndex(n, {word: v for v, word in enumerate(words)}.get, **arrays)
     bags = [Counter(webshop_search.terms(" ".join(d))) for d in documents]
-    average = sum(sum(bag.values()) for bag in bags) / len(bags)
+    average = sum(map(Counter.total, bags)) / n
+    wanted = webshop_search.terms(" ".join(query))  # a term that comes twice counts twice
     expected = []
     for bag in bags:  # documents are shorter than 40 words: lengths are exact
         score = 0.0
-        for term, times in Counter(webshop_search.terms(" ".join(query))).items():
+        for term in wanted:
             df, tf = sum(term in other for other in bags), bag[term]
-            idf = math.log(1 + (len(bags) - df + 0.5) / (df + 0.5))
-            score += times * idf * tf / (tf + 0.9 * (0.6 + 0.4 * sum(bag.values()) / average)) if tf else 0.0
+            idf = math.log(1 + (n - df + 0.5) / (df + 0.5))
+            score += idf * tf / (tf + 0.9 * (0.6 + 0.4 * bag.total() / average)) if tf else 0.0
         expected.append(score)
     found, scores = index.top(" ".join(query))
     assert sorted(found) == [i for i, score in enumerate(expected) if score]
     assert scores.tolist() == pytest.approx([expected[i] for i in found], rel=1e-4)
-    assert [*zip(-scores, found, strict=True)] == sorted(zip(-scores, found, strict=True))
+    ranks = list(zip(-scores, found, strict=True))
+    assert ranks == sorted(ranks)
     for few in (webshop_search.FEW, -1):  # at -1 all go through `contenders`
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(webshop_search, "FEW", few)
@@ -290,12 +303,12 @@ def test_the_best_value_in_reach_is_that_behind_the_best_action():
         while env.valid_actions() and env.steps < 7:
             *here, _ = env.snapshot()
             for left in range(1, 6):
-                values = []
+                before, values = (*here, env.max_steps - left), []
                 for action in env.valid_actions():
-                    env.restore((*here, env.max_steps - left))
+                    env.restore(before)
                     _, reward, done, *_ = env.step(action)
                     values.append(reward if done else env.optimal_value(gamma=0.9))
-                env.restore((*here, env.max_steps - left))
+                env.restore(before)
                 assert env.optimal_value(gamma=0.9) == pytest.approx(0.9 * max(values))
                 checked += max(values) > 0
             env.restore((*here, 0))

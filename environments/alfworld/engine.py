@@ -14,7 +14,7 @@ All texts, admissible commands and goals agree with TextWorld's (tests/test_alfw
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,15 +36,24 @@ HELP = """Available commands:
   slice (object) with (object):     slice an object using a sharp object
 """
 
-# verb -> (mark it leaves on the object, mark it removes, what the object must be, types of receptacle that do it)
+
+class Treatment(NamedTuple):
+    adds: str  # the mark that it leaves on the object
+    removes: str  # the mark that it takes away
+    trait: str  # what the object must be
+    tools: tuple[str, ...]  # types of receptacle that do it
+
+
 TREATMENTS = {
-    "clean": ("isclean", None, "cleanable", ("sink", "sinkbasin")),
-    "heat": ("ishot", "iscool", "heatable", ("microwave",)),
-    "cool": ("iscool", "ishot", "coolable", ("fridge",)),
+    "clean": Treatment("isclean", "", "cleanable", ("sink", "sinkbasin")),
+    "heat": Treatment("ishot", "iscool", "heatable", ("microwave",)),
+    "cool": Treatment("iscool", "ishot", "coolable", ("fridge",)),
 }
 KNIVES = ("knife", "butterknife")
 # How an object is put somewhere, and the answer, in games of the newer and of the older wording.
-PUT, PUT_ANSWERS = ("move {} to {}", "put {} in/on {}"), ("You move the {} to the {}.", "You put the {} in/on the {}.")
+PUT = ("move {} to {}", "put {} in/on {}")
+PUT_ANSWERS = ("You move the {} to the {}.", "You put the {} in/on the {}.")
+Command = tuple[str, ...]  # (verb, its arguments' ids)
 
 
 class Goal(NamedTuple):
@@ -68,7 +77,7 @@ class World(NamedTuple):
     spots: frozenset[tuple[str, str]]  # (object, location): what a knife can reach, even in a closed receptacle
     opened: frozenset[str]
     marks: frozenset[tuple[str, str]]  # ("ishot", object)
-    commands: Mapping[str, tuple[str, ...]]  # text of an admissible command -> (verb, its arguments' ids)
+    commands: Mapping[str, Command]  # by its text, of all that are admissible
     won: bool
 
 
@@ -92,118 +101,157 @@ class Game:
         for receptacle, location in self.location.items():
             self.at[location].append(receptacle)
         appliances = self._list(self.location)
-        self.first = f"{BANNER}You are in the middle of a room. Looking quickly around you, you see {appliances}."
-        self.first += f"\n\nYour task is to: {self.task}"
-        self._moves: dict[str, dict[str, tuple[str, ...]]] = {}
+        self.first = (
+            f"{BANNER}You are in the middle of a room. Looking quickly around you, you see {appliances}."
+            f"\n\nYour task is to: {self.task}"
+        )
+        self._anyway: dict[str, dict[str, Command]] = {}
 
-    # ------------------------------------------------------------------------------------------------------- rules
+    # ---------------------------------------------------------------------------------------------------- commands
     def finish(self, state: World) -> World:
-        return state._replace(commands=dict(self._commands(state)), won=self.holds(state))
+        return state._replace(commands=self._commands(state), won=self.holds(state))
 
     def accessible(self, state: World, receptacle: str) -> bool:
         return receptacle not in self.traits["openable"] or receptacle in state.opened
 
-    def _commands(self, state: World) -> Iterator[tuple[str, tuple[str, ...]]]:
-        name, kind, traits, hand = self.names, self.kinds, self.traits, state.hand
-        if state.location not in self._moves:
-            moves = {f"go to {name[r]}": ("go", r) for r, at in self.location.items() if at != state.location}
-            moves |= {"look": ("look",), "inventory": ("inventory",)} | ({} if self.old else {"help": ("help",)})
-            self._moves[state.location] = moves
-        yield from self._moves[state.location].items()
-        for r in self.at.get(state.location, ()):
-            yield f"examine {name[r]}", ("examine", r)
-            if r in traits["openable"]:
-                yield (f"close {name[r]}", ("close", r)) if r in state.opened else (f"open {name[r]}", ("open", r))
-            for o in state.contents[r]:
-                if o in traits["toggleable"]:
-                    yield f"use {name[o]}", ("use", o)
-                if hand is None and o in traits["pickupable"] and self.accessible(state, r):
-                    yield f"take {name[o]} from {name[r]}", ("take", o, r)
-            if hand is None:
-                continue
-            if (kind[r], kind.get(hand)) in self.can_contain and self.accessible(state, r):
-                yield PUT[self.old].format(name[hand], name[r]), ("put", hand, r)
-            for verb, (_, _, trait, tools) in TREATMENTS.items():
-                if hand in traits[trait] and kind[r] in tools:
-                    yield f"{verb} {name[hand]} with {name[r]}", (verb, hand, r)
+    def _commands(self, state: World) -> dict[str, Command]:
+        location = state.location
+        if location not in self._anyway:
+            self._anyway[location] = self._commands_anyway(location)
+        commands = self._anyway[location].copy()
+        for receptacle in self.at.get(location, ()):
+            self._add_commands_at(receptacle, state, commands)
+        if state.hand is not None:
+            self._add_commands_in_hand(state.hand, state, commands)
+        return commands
+
+    def _commands_anyway(self, location: str) -> dict[str, Command]:
+        """What can be done at a location whatever the state."""
+        commands: dict[str, Command] = {}
+        for receptacle, place in self.location.items():
+            if place != location:
+                commands[f"go to {self.names[receptacle]}"] = ("go", receptacle)
+        commands["look"] = ("look",)
+        commands["inventory"] = ("inventory",)
+        if not self.old:
+            commands["help"] = ("help",)
+        return commands
+
+    def _add_commands_at(self, receptacle: str, state: World, commands: dict[str, Command]) -> None:
+        names, traits, hand = self.names, self.traits, state.hand
+        name, kind = names[receptacle], self.kinds[receptacle]
+        commands[f"examine {name}"] = ("examine", receptacle)
+        if receptacle in traits["openable"]:
+            verb = "close" if receptacle in state.opened else "open"
+            commands[f"{verb} {name}"] = (verb, receptacle)
+        accessible = self.accessible(state, receptacle)
+        can_take = accessible and hand is None
+        for o in state.contents[receptacle]:
+            if o in traits["toggleable"]:
+                commands[f"use {names[o]}"] = ("use", o)
+            if can_take and o in traits["pickupable"]:
+                commands[f"take {names[o]} from {name}"] = ("take", o, receptacle)
         if hand is None:
             return
-        yield f"examine {name[hand]}", ("examine", hand)
-        if kind.get(hand) in KNIVES:
-            for o, spot in state.spots:
-                if spot == state.location and o in traits["sliceable"]:
-                    yield f"slice {name[o]} with {name[hand]}", ("slice", o, hand)
+        if accessible and (kind, self.kinds.get(hand)) in self.can_contain:
+            commands[PUT[self.old].format(names[hand], name)] = ("put", hand, receptacle)
+        for verb, treatment in TREATMENTS.items():
+            if kind in treatment.tools and hand in traits[treatment.trait]:
+                commands[f"{verb} {names[hand]} with {name}"] = (verb, hand, receptacle)
 
+    def _add_commands_in_hand(self, hand: str, state: World, commands: dict[str, Command]) -> None:
+        name = self.names[hand]
+        commands[f"examine {name}"] = ("examine", hand)
+        if self.kinds.get(hand) in KNIVES:
+            for o, spot in state.spots:
+                if spot == state.location and o in self.traits["sliceable"]:
+                    commands[f"slice {self.names[o]} with {name}"] = ("slice", o, hand)
+
+    # ------------------------------------------------------------------------------------------------------- rules
     def step(self, state: World, command: str) -> tuple[World, str]:
         """The next state and the engine's text; a command that is not admissible changes nothing."""
-        verb, *ids = state.commands.get(command.strip(), (None,))
-        a, b, *_ = *ids, "", ""  # what the verb acts on, and with, from or to what
-        one, two = self.names.get(a, ""), self.names.get(b, "")
-        match verb:
-            case None:
-                return state, NOTHING_HAPPENS
-            case "help":
+        action = state.commands.get(command.strip())
+        if action is None:
+            return state, NOTHING_HAPPENS
+        match action:
+            case ("help",):
                 return state, HELP
-            case "look":
+            case ("look",):
                 return state, self._look(state)
-            case "inventory":
-                hand = state.hand and self.names[state.hand]
-                return state, f"You are carrying: a {hand}." if hand else "You are not carrying anything."
-            case "examine":
-                return state, self._view(state, a) if a in self.location else self._inspect(state, a)
-            case "go":
-                new, text = state._replace(location=self.location[a]), f"You arrive at {one}."
-                if self.old:
-                    text = f"You arrive at {self.names[self.location[a]]}."
-                text += " " + self._view(new, a)
-            case "open":
-                new = state._replace(opened=state.opened | {a})
-                text = f"You open the {one}. {self._view(new, a)}"
-            case "close":
-                new, text = state._replace(opened=state.opened - {a}), f"You close the {one}."
-            case "take":
-                contents = {**state.contents, b: tuple(o for o in state.contents[b] if o != a)}
-                new = state._replace(hand=a, contents=contents, spots=state.spots - {(a, state.location)})
-                text = f"You pick up the {one} from the {two}."
-            case "put":
-                contents = {**state.contents, b: tuple(sorted({*state.contents[b], a}))}
-                new = state._replace(hand=None, contents=contents, spots=state.spots | {(a, state.location)})
-                text = PUT_ANSWERS[self.old].format(one, two)
-            case "use":  # the original's lamps turn on, and say so, each time; none turns off
-                new, text = state._replace(marks=state.marks | {("istoggled", a)}), f"You turn on the {one}."
-            case "slice":
-                new = state._replace(marks=state.marks | {("issliced", a)})
-                text = f"You sliced the {one} with the {two}."
-            case _:
-                adds, removes, _, _ = TREATMENTS[verb]
-                new = state._replace(marks=(state.marks | {(adds, a)}) - {(removes, a)})
-                text = f"You {verb} the {one} using the {two}."
+            case ("inventory",) if state.hand:
+                return state, f"You are carrying: a {self.names[state.hand]}."
+            case ("inventory",):
+                return state, "You are not carrying anything."
+            case ("examine", receptacle) if receptacle in self.location:
+                return state, self._view(state, receptacle)
+            case ("examine", o):
+                return state, self._inspect(state, o)
+        new, text = self._change(state, *action)
         return self.finish(new), text
+
+    def _change(self, state: World, verb: str, one: str, two: str = "") -> tuple[World, str]:
+        """What a verb does to its first argument, with, from or to its second."""
+        name, other = self.names[one], self.names.get(two, "")
+        contents, marks = state.contents, state.marks
+        match verb:
+            case "go":
+                new = state._replace(location=self.location[one])
+                place = self.names[new.location] if self.old else name
+                return new, f"You arrive at {place}. {self._view(new, one)}"
+            case "open":
+                new = state._replace(opened=state.opened | {one})
+                return new, f"You open the {name}. {self._view(new, one)}"
+            case "close":
+                return state._replace(opened=state.opened - {one}), f"You close the {name}."
+            case "take":
+                left = tuple(o for o in contents[two] if o != one)
+                spots = state.spots - {(one, state.location)}
+                new = state._replace(hand=one, contents={**contents, two: left}, spots=spots)
+                return new, f"You pick up the {name} from the {other}."
+            case "put":
+                there = tuple(sorted({*contents[two], one}))
+                spots = state.spots | {(one, state.location)}
+                new = state._replace(hand=None, contents={**contents, two: there}, spots=spots)
+                return new, PUT_ANSWERS[self.old].format(name, other)
+            case "use":  # the original's lamps turn on, and say so, each time; none turns off
+                return state._replace(marks=marks | {("istoggled", one)}), f"You turn on the {name}."
+            case "slice":
+                return state._replace(marks=marks | {("issliced", one)}), f"You sliced the {name} with the {other}."
+        treatment = TREATMENTS[verb]
+        marks = (marks | {(treatment.adds, one)}) - {(treatment.removes, one)}
+        return state._replace(marks=marks), f"You {verb} the {name} using the {other}."
 
     def holds(self, state: World) -> bool:
         """Whether the goal holds: it asks for *some* objects of a type, never for certain ones."""
-        kind, goal = self.kinds, self.goal
-        if goal.kind == "look":
-            lit = (o for r in self.at.get(state.location, ()) for o in state.contents[r] if self.is_lit_lamp(state, o))
-            return kind.get(state.hand) == goal.object and any(lit)
-        places = [objects for r, objects in state.contents.items() if kind[r] == goal.target]
-        counts = (sum(kind.get(o) == goal.object and self.is_treated(state, o) for o in objects) for objects in places)
-        return max(counts, default=0) >= (2 if goal.kind == "two" else 1)
+        if self.goal.kind == "look":
+            return self.kinds.get(state.hand) == self.goal.object and self._is_lit(state)
+        needed = 2 if self.goal.kind == "two" else 1
+        for receptacle, objects in state.contents.items():
+            if self.kinds[receptacle] == self.goal.target:
+                ready = [o for o in objects if self.kinds.get(o) == self.goal.object and self.is_treated(state, o)]
+                if len(ready) >= needed:
+                    return True
+        return False
+
+    def _is_lit(self, state: World) -> bool:
+        """Whether one stands before a lamp that is on."""
+        objects = (o for receptacle in self.at.get(state.location, ()) for o in state.contents[receptacle])
+        return any(self.is_lit_lamp(state, o) for o in objects)
 
     def is_lit_lamp(self, state: World, o: str) -> bool:
         return self.kinds.get(o) == self.goal.target and ("istoggled", o) in state.marks
 
     def is_treated(self, state: World, o: str) -> bool:
         """Whether `o` is clean, hot or cool where the goal asks for it."""
-        if self.goal.kind not in TREATMENTS:
-            return True
-        mark, _, trait, _ = TREATMENTS[self.goal.kind]
-        return (mark, o) in state.marks and o in self.traits[trait]
+        treatment = TREATMENTS.get(self.goal.kind)
+        return treatment is None or ((treatment.adds, o) in state.marks and o in self.traits[treatment.trait])
 
     # -------------------------------------------------------------------------------------------------------- texts
     def _list(self, ids: Iterable[str], article: str = "a ") -> str:
         items = [article + self.names[i] for i in ids]
-        return ", ".join(items[:-1]) + f", and {items[-1]}" if len(items) > 1 else "".join(items) or "nothing"
+        if len(items) > 1:
+            return ", ".join(items[:-1]) + f", and {items[-1]}"
+        return items[0] if items else "nothing"
 
     def _look(self, state: World) -> str:
         if state.location not in self.at:
@@ -219,15 +267,18 @@ class Game:
 
     def _inspect(self, state: World, o: str) -> str:
         """The text on a held object: only the first of the original's cases that applies."""
-        name, on = self.names[o], {mark for mark, x in state.marks if x == o}
+        name = self.names[o]
+        marks = {mark for mark, marked in state.marks if marked == o}
         if o in self.traits["isreceptacleobject"]:
             return f"This is a normal {name}. In it, you see {self._list(self.inside.get(o, ()))}."
-        warmth = "hot" if "ishot" in on else "cool" if "iscool" in on else ""
-        words = " and ".join(word for word in (warmth, "clean" if "isclean" in on else "") if word)
-        if "issliced" in on and words:
-            return f"This is a {words} sliced {name}."
-        if words:
-            return f"This is a {'cold' if words == 'cool' else words} {name}."
+        words = [word for word in ("hot", "cool", "clean") if f"is{word}" in marks]
+        treated = " and ".join(words)
+        if treated and "issliced" in marks:
+            return f"This is a {treated} sliced {name}."
+        if treated:
+            return f"This is a {'cold' if treated == 'cool' else treated} {name}."
         if o in self.traits["toggleable"]:
-            return f"This {name} is {'on' if 'istoggled' in on else 'off'}."
-        return f"This is a sliced {name}." if "issliced" in on else f"There's nothing special about {name}."
+            return f"This {name} is {'on' if 'istoggled' in marks else 'off'}."
+        if "issliced" in marks:
+            return f"This is a sliced {name}."
+        return f"There's nothing special about {name}."

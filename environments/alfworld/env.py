@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import re
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -21,7 +21,8 @@ from .engine import PUT, PUT_ANSWERS
 class ALFWorldEnv(TextEnv):
     """ALFWorld's household tasks on our engine of its game files (engine.py), or on TextWorld itself.
 
-    data: folder with json_2.1.1/ as ALFWorld ships it; None: $ALFWORLD_DATA, else the bundled generator's games.
+    data: folder with json_2.1.1/ as ALFWorld ships it; None: the bundled generator's games,
+    made when they are first asked for.
     engine: "python", or "textworld" for the original (requirements-alfworld.txt).
     instruction: a file with the first user message; PUT in it stands for the wording of a game's own grammar.
     thoughts: whether candidates and the expert have them; they restate the task and all texts so far. Where the task
@@ -29,7 +30,6 @@ class ALFWorldEnv(TextEnv):
     """
 
     name, side_by_side = "alfworld", 64
-    demonstrations = 200
     instruction = (
         "You are in a household and have a task to do there.\n"
         "First you are told what is in the room and what your task is. Then, each turn, you read what your last action "
@@ -40,12 +40,6 @@ class ALFWorldEnv(TextEnv):
         "look\ninventory\nwhere {obj} is an object and {recep} a receptacle, both with their number.\n"
         'An action that is not possible changes nothing, and is answered with "Nothing happens."'
     )
-
-    @staticmethod
-    def default_options() -> dict[str, str]:
-        """The variable's value stands in the metadata, so that no run is resumed on other data."""
-        data = os.environ.get("ALFWORLD_DATA")
-        return {"data": data} if data else {}
 
     def __init__(
         self,
@@ -62,11 +56,16 @@ class ALFWorldEnv(TextEnv):
             raise UserError(f"alfworld: unknown engine {engine!r}: choose python or textworld")
         if engine == "textworld":
             textworld.package()  # says what to install
-        self.engine = engine
-        data = data or os.environ.get("ALFWORLD_DATA")
-        self.games = games.Games(data or make_alfworld.ensure(seed, writable(make_alfworld.GENERATED)))
+        self.engine, self.seed = engine, seed
+        if data:
+            self.games = games.Games(data)
         self.task_id, self.template = None, self.instruction  # no task yet
         self.instruction = self.template.replace("PUT", PUT[0].format("{obj}", "{recep}"))
+
+    @functools.cached_property
+    def games(self) -> games.Games:
+        """The bundled ones: a command that is refused before it asks for a task has made none."""
+        return games.Games(make_alfworld.ensure(self.seed, writable(make_alfworld.GENERATED)))
 
     @property
     def version(self) -> str:
@@ -102,10 +101,9 @@ class ALFWorldEnv(TextEnv):
 
     def _load(self, task_id: str) -> None:
         if task_id != self.task_id:
-            game = player = self.games.load(task_id)
-            if self.engine == "textworld":
-                player = textworld.TextWorldGame(self.games.path(task_id))
-            self.game, self.player = game, player  # together, or a game that fails to load would leave half of it
+            game = self.games.load(task_id)
+            self.player = game if self.engine == "python" else textworld.TextWorldGame(self.games.path(task_id))
+            self.game = game
             self.instruction = self.template.replace("PUT", PUT[game.old].format("{obj}", "{recep}"))
             self.task_id = task_id
 
@@ -169,17 +167,14 @@ class ALFWorldEnv(TextEnv):
         self._load(snapshot[0])
         _, self.state, self.memory, self.steps, self.feedback = snapshot
 
-    def world(self) -> engine.World:
-        """The complete state."""
-        if self.engine != "python":
-            raise UserError("alfworld: plans need engine='python': TextWorld hides its state")
-        return self.state
-
     def optimal_value(self, gamma: float = 0.99) -> float:
         """gamma ** the steps of a player who knows where everything is, 0 where the goal is out of reach.
 
         It is the best player's value. The agent may not propose the best actions, so it is no ceiling for a QNet.
         """
-        way = expert.plan(self.game, self.world())
-        left = float("inf") if self.max_steps is None else self.max_steps - self.steps
-        return 0.0 if way is None or len(way) > left else gamma ** len(way)
+        if self.engine != "python":
+            raise UserError("alfworld: plans need engine='python': TextWorld hides its state")
+        way = expert.plan(self.game, self.state)
+        if way is None or (self.max_steps is not None and self.steps + len(way) > self.max_steps):
+            return 0.0
+        return gamma ** len(way)

@@ -9,7 +9,7 @@ games (`rates`): it decides where to search by that, as anyone can who has playe
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
@@ -25,8 +25,9 @@ def told(goal: Goal, sentence: str) -> bool:
     """Whether a sentence says the goal and no more by the names of types, as ALFWorld's own sentences do."""
     words = set(re.findall(r"\w+", sentence))
     treatments = {STATES.get(word, word) for word in words & {*STATES, *TREATMENTS}}
-    same = treatments == {goal.treatment} - {""} and ("two" in words) == (goal.kind == "two")
-    return same and words >= {goal.object, goal.target}
+    if treatments != {goal.treatment} - {""}:
+        return False
+    return ("two" in words) == (goal.kind == "two") and words >= {goal.object, goal.target}
 
 
 def kind(name: str) -> str:
@@ -68,83 +69,122 @@ class Memory:
         if text == NOTHING_HAPPENS:
             return self
         verb, one, two = _parse(command)
-        if verb in ("go", "open", "examine") and one in self.receptacles:
-            new = self
-            if verb == "go":
-                near = frozenset(r for r in self.receptacles if f"go to {r}" not in commands)
-                new = replace(self, near=near, closed=self.closed | {r for r in near if f"open {r}" in commands})
-            if text.endswith("is closed."):
-                return replace(new, closed=new.closed | {one})
-            seen = {**new.seen, one: tuple(_things(text))}
-            return replace(new, closed=new.closed - {one}, seen=seen, looked=new.looked | {one})
-        if verb == "close":
-            return replace(self, closed=self.closed | {one})
-        if verb == "take":
-            left = tuple(o for o in self.seen.get(two, ()) if o != one)
-            return replace(self, hand=one, seen={**self.seen, two: left})
-        if verb in ("move", "put"):
-            return replace(self, hand="", seen={**self.seen, two: (*self.seen.get(two, ()), one)})
-        if verb in TREATMENTS:
-            undone = {"heat": "cool", "cool": "heat"}.get(verb)
-            return replace(self, treated=self.treated - {(undone, one)} | {(verb, one)})
-        return replace(self, lit=self.lit | {one}) if verb == "use" else self
+        match verb:
+            case "go" | "open" | "examine" if one in self.receptacles:
+                memory = self._arrived(commands) if verb == "go" else self
+                return memory._read(one, text)
+            case "close":
+                return replace(self, closed=self.closed | {one})
+            case "take":
+                left = tuple(o for o in self.seen.get(two, ()) if o != one)
+                return replace(self, hand=one, seen={**self.seen, two: left})
+            case "move" | "put":
+                there = (*self.seen.get(two, ()), one)
+                return replace(self, hand="", seen={**self.seen, two: there})
+            case "clean" | "heat" | "cool":
+                undone = {"heat": "cool", "cool": "heat"}.get(verb)
+                return replace(self, treated=self.treated - {(undone, one)} | {(verb, one)})
+            case "use":
+                return replace(self, lit=self.lit | {one})
+        return self
+
+    def _arrived(self, commands: Container[str]) -> Memory:
+        """The memory before the receptacles to which these commands offer no way."""
+        near = frozenset(r for r in self.receptacles if f"go to {r}" not in commands)
+        shut = {r for r in near if f"open {r}" in commands}
+        return replace(self, near=near, closed=self.closed | shut)
+
+    def _read(self, receptacle: str, text: str) -> Memory:
+        """The memory after a text on what lies in or on a receptacle."""
+        if text.endswith("is closed."):
+            return replace(self, closed=self.closed | {receptacle})
+        seen = {**self.seen, receptacle: tuple(_things(text))}
+        looked = self.looked | {receptacle}
+        return replace(self, closed=self.closed - {receptacle}, seen=seen, looked=looked)
 
     # ------------------------------------------------------------------------------------------- what follows from it
     def ready(self, o: str) -> bool:
         """Whether `o` is of the wanted type and treated as the task asks."""
-        return kind(o) == self.wish.object and (not self.wish.treatment or (self.wish.treatment, o) in self.treated)
+        if kind(o) != self.wish.object:
+            return False
+        return not self.wish.treatment or (self.wish.treatment, o) in self.treated
 
     @cached_property
     def in_place(self) -> dict[str, str]:
         """object -> receptacle of those that are where the task wants them; two must lie in the same."""
+        ready: dict[str, str] = {}
         if self.wish.kind == "look":
-            return {}
-        ready = {r: [o for o in self.seen[r] if self.ready(o)] for r in self.seen if kind(r) == self.wish.target}
-        best = max(ready, key=lambda r: len(ready[r]), default="")
-        return {o: best for o in ready.get(best, ())}
+            return ready
+        for receptacle, objects in self.seen.items():
+            if kind(receptacle) == self.wish.target:
+                there = {o: receptacle for o in objects if self.ready(o)}
+                if len(there) > len(ready):
+                    ready = there
+        return ready
 
     @cached_property
     def whereabouts(self) -> dict[str, dict[str, str]]:
         """type -> object -> receptacle of the things of the task that were seen and are still to be used."""
-        used = {*self.in_place, self.hand}
-        seen = [(o, r) for r, objects in self.seen.items() for o in objects if o not in used]
-        return {k: {o: r for o, r in seen if kind(o) == k} for k in (self.wish.object, self.wish.target)}
+        places: dict[str, dict[str, str]] = {self.wish.object: {}, self.wish.target: {}}
+        for receptacle, objects in self.seen.items():
+            for o in objects:
+                if kind(o) in places and o != self.hand and o not in self.in_place:
+                    places[kind(o)][o] = receptacle
+        return places
 
     def rate(self, wanted: str, receptacle: str) -> float:
         return self.rates.get((wanted, kind(receptacle)), 0.0)
 
     def cost(self, receptacle: str) -> int:
         """Steps to have it before one and open, as far as one can tell."""
-        unsure = receptacle not in (*self.seen, *self.near) and kind(receptacle) in HAS_DOOR
-        return (receptacle not in self.near) + (receptacle in self.closed or unsure)
+        if receptacle in self.near:
+            return int(receptacle in self.closed)
+        may_be_closed = receptacle not in self.seen and kind(receptacle) in HAS_DOOR
+        return 1 + (receptacle in self.closed or may_be_closed)
 
     # --------------------------------------------------------------------------------------------------- the expert
     def decide(self) -> str | None:
         """What a sensible person does next; None if everything was searched in vain."""
-        wish, hand = self.wish, self.hand
-        if not hand:
-            places = self.whereabouts[wish.object]
-            if not places:
-                return self._search(wish.object)
-            o = min(places, key=lambda o: self.cost(places[o]))
-            return self._reach(places[o]) or f"take {o} from {places[o]}"
-        if kind(hand) != wish.object:
-            fits = [r for r in self.receptacles if self.rate(kind(hand), r)]
+        if not self.hand:
+            return self._fetch()
+        if kind(self.hand) != self.wish.object:
+            fits = [r for r in self.receptacles if self.rate(kind(self.hand), r)]
             return self._place(min(fits or self.receptacles, key=self.cost))
-        if wish.kind == "look":
-            lamps = self.whereabouts[wish.target]
-            if not lamps:
-                return self._search(wish.target)
-            lamp = min(lamps, key=lambda o: self.cost(lamps[o]))
-            return f"use {lamp}" if lamps[lamp] in self.near else f"go to {lamps[lamp]}"
-        if not self.ready(hand):
-            tools = [r for r in self.receptacles if kind(r) in TREATMENTS[wish.treatment][3]]
-            tool = min(tools, key=lambda r: r not in self.near, default=None)
-            return tool and (f"{wish.treatment} {hand} with {tool}" if tool in self.near else f"go to {tool}")
-        targets = [r for r in self.receptacles if kind(r) == wish.target]
-        if wish.kind == "two" and self.in_place:
+        if self.wish.kind == "look":
+            return self._light()
+        if not self.ready(self.hand):
+            return self._treat()
+        targets = [r for r in self.receptacles if kind(r) == self.wish.target]
+        if self.wish.kind == "two" and self.in_place:
             targets = list(self.in_place.values())
         return self._place(min(targets, key=self.cost)) if targets else None
+
+    def _nearest(self, wanted: str) -> tuple[str, str] | None:
+        """Of the seen objects of a type that with the fewest steps to its receptacle, and the receptacle."""
+        places = self.whereabouts[wanted].items()
+        return min(places, key=lambda place: self.cost(place[1]), default=None)
+
+    def _fetch(self) -> str | None:
+        nearest = self._nearest(self.wish.object)
+        if nearest is None:
+            return self._search(self.wish.object)
+        o, receptacle = nearest
+        return self._reach(receptacle) or f"take {o} from {receptacle}"
+
+    def _light(self) -> str | None:
+        nearest = self._nearest(self.wish.target)
+        if nearest is None:
+            return self._search(self.wish.target)
+        lamp, receptacle = nearest
+        return f"use {lamp}" if receptacle in self.near else f"go to {receptacle}"
+
+    def _treat(self) -> str | None:
+        treatment = self.wish.treatment
+        tools = [r for r in self.receptacles if kind(r) in TREATMENTS[treatment].tools]
+        if not tools:
+            return None
+        tool = min(tools, key=lambda r: r not in self.near)
+        return f"{treatment} {self.hand} with {tool}" if tool in self.near else f"go to {tool}"
 
     def _reach(self, receptacle: str) -> str | None:
         if receptacle not in self.near:
@@ -156,9 +196,15 @@ class Memory:
 
     def _search(self, wanted: str) -> str | None:
         """The likeliest place for its cost that was not searched yet."""
+
+        def worth(receptacle: str) -> float:
+            return (self.rate(wanted, receptacle) + 0.001) / max(1, self.cost(receptacle))
+
         unknown = [r for r in self.receptacles if r not in self.looked]
-        best = max(unknown, key=lambda r: (self.rate(wanted, r) + 0.001) / max(1, self.cost(r)), default=None)
-        return best and (self._reach(best) or f"examine {best}")
+        if not unknown:
+            return None
+        best = max(unknown, key=worth)
+        return self._reach(best) or f"examine {best}"
 
     # -------------------------------------------------------------------------------------------------------- thoughts
     def thought(self, command: str) -> str:
@@ -168,59 +214,76 @@ class Memory:
         if not self.told:
             return ""
         verb, one, two = _parse(command)
-        wish, hand, object = self.wish, self.hand, self.wish.object
         match verb:
             case "go" | "open":
                 return self._about(one)
             case "close":
                 return f"The {one} is open."
             case "inventory":
-                return f"I hold the {hand}." if hand else "My hands are empty."
+                return f"I hold the {self.hand}." if self.hand else "My hands are empty."
             case "look" | "examine":
-                if one in self.receptacles and one not in self.looked:
-                    return self._about(one)
-                return f"I know what is in the {one}." if one in self.looked else "It would tell me what I see here."
+                return self._on_looking(one)
             case "slice":
                 return "The task asks for no slice."
-            case "use" if kind(one) != wish.target:
-                return "The task asks for no light."
             case "use":
-                with_it = f"I hold the {hand}" if kind(hand) == object else f"I hold no {object}"
-                return f"The {one} is {'on' if one in self.lit else 'off'}, and {with_it}."
-        if kind(one) != object:
-            return f"The {one} is not {a(object)}."
+                return self._on_light(one)
+        wish = self.wish
+        if kind(one) != wish.object:
+            return f"The {one} is not {a(wish.object)}."
         match verb:
+            case "take" if one in self.in_place:
+                return f"The {one} is in place already."
             case "take":
-                return f"The {one} is in place already." if one in self.in_place else f"The {one} is {a(object)}."
+                return f"The {one} is {a(wish.object)}."
             case "clean" | "heat" | "cool" if verb != wish.treatment:
-                return f"The task asks for no {DONE[verb]} {object}."
+                return f"The task asks for no {DONE[verb]} {wish.object}."
             case "clean" | "heat" | "cool":
                 return f"The {one} {'is' if self.ready(one) else 'has to be'} {DONE[verb]}."
         if wish.kind == "look":
             return f"The task asks to look at the {one}."
-        return f"The {one} is not {DONE[wish.treatment]} yet." if not self.ready(one) else self._about(two)
+        if not self.ready(one):
+            return f"The {one} is not {DONE[wish.treatment]} yet."
+        return self._about(two)
+
+    def _on_looking(self, name: str) -> str:
+        if name in self.looked:
+            return f"I know what is in the {name}."
+        return self._about(name) if name in self.receptacles else "It would tell me what I see here."
+
+    def _on_light(self, lamp: str) -> str:
+        if kind(lamp) != self.wish.target:
+            return "The task asks for no light."
+        held = f"the {self.hand}" if kind(self.hand) == self.wish.object else f"no {self.wish.object}"
+        return f"The {lamp} is {'on' if lamp in self.lit else 'off'}, and I hold {held}."
 
     def _about(self, receptacle: str) -> str:
         """What is known about a receptacle for what comes next."""
-        wish, hand, door = self.wish, self.hand, " and is closed" if receptacle in self.closed else ""
+        wish, hand = self.wish, self.hand
         if hand and kind(hand) != wish.object:
             return f"The {hand} in my hands is not {a(wish.object)}."
-        if hand and wish.kind != "look" and not self.ready(hand):
-            return f"The {hand} has to be {DONE[wish.treatment]}."
         if hand and wish.kind != "look":
-            if kind(receptacle) != wish.target:
-                return f"The {receptacle} is no {wish.target}."
-            other = next(iter(self.in_place.items()), None) if wish.kind == "two" else None
-            if other:
-                return f"The {other[0]} is in the {other[1]}, {'here' if other[1] == receptacle else 'not here'}."
-            return f"The {hand} belongs in the {receptacle}{door.replace('and is', 'which is')}."
+            return self._about_target(receptacle)
         wanted = wish.target if hand else wish.object
-        there = [o for o, r in self.whereabouts[wanted].items() if r == receptacle]
-        if there:
-            return f"The {there[0]} is in the {receptacle}{door}."
+        closed = receptacle in self.closed
+        for o, place in self.whereabouts[wanted].items():
+            if place == receptacle:
+                return f"The {o} is in the {receptacle}{' and is closed' if closed else ''}."
         if receptacle in self.looked:
             return f"There is no {wanted} in the {receptacle}."
-        return f"The {receptacle} is {'closed' if door else 'not searched yet'} and may hold {a(wanted)}."
+        return f"The {receptacle} is {'closed' if closed else 'not searched yet'} and may hold {a(wanted)}."
+
+    def _about_target(self, receptacle: str) -> str:
+        """What is known about a receptacle for the object in one's hands."""
+        wish, hand = self.wish, self.hand
+        if not self.ready(hand):
+            return f"The {hand} has to be {DONE[wish.treatment]}."
+        if kind(receptacle) != wish.target:
+            return f"The {receptacle} is no {wish.target}."
+        if wish.kind == "two" and self.in_place:
+            other, place = next(iter(self.in_place.items()))
+            return f"The {other} is in the {place}, {'here' if place == receptacle else 'not here'}."
+        door = " which is closed" if receptacle in self.closed else ""
+        return f"The {hand} belongs in the {receptacle}{door}."
 
 
 def _things(text: str) -> list[str]:
@@ -239,16 +302,23 @@ class _Way:
     """A plan in the making: commands, and what they change."""
 
     def __init__(self, game: Game, state: World) -> None:
-        self.game, self.location, self.hand, self.opened = game, state.location, state.hand, set(state.opened)
+        self.game = game
+        self.state = state
+        self.location = state.location
+        self.hand = state.hand
+        self.opened = set(state.opened)
         self.commands: list[str] = []
 
-    def reach(self, receptacle: str, inside: bool = True) -> None:
-        name = self.game.names[receptacle]
-        if self.game.location[receptacle] != self.location:
-            self.commands.append(f"go to {name}")
-            self.location = self.game.location[receptacle]
-        if inside and receptacle in self.game.traits["openable"] and receptacle not in self.opened:
-            self.commands.append(f"open {name}")
+    def go(self, receptacle: str) -> None:
+        place = self.game.location[receptacle]
+        if place != self.location:
+            self.commands.append(f"go to {self.game.names[receptacle]}")
+            self.location = place
+
+    def reach(self, receptacle: str) -> None:
+        self.go(receptacle)
+        if receptacle in self.game.traits["openable"] and receptacle not in self.opened:
+            self.commands.append(f"open {self.game.names[receptacle]}")
             self.opened.add(receptacle)
 
     def take(self, o: str, receptacle: str) -> None:
@@ -258,8 +328,27 @@ class _Way:
 
     def put(self, receptacle: str) -> None:
         self.reach(receptacle)
-        self.commands.append(PUT[self.game.old].format(self.game.names[self.hand], self.game.names[receptacle]))
+        names = self.game.names
+        self.commands.append(PUT[self.game.old].format(names[self.hand], names[receptacle]))
         self.hand = None
+
+    def light(self, receptacle: str) -> None:
+        game = self.game
+        lamps = [o for o in self.state.contents[receptacle] if game.kinds.get(o) == game.goal.target]
+        self.go(receptacle)
+        if not any(game.is_lit_lamp(self.state, o) for o in lamps):
+            self.commands.append(f"use {game.names[lamps[0]]}")
+
+    def drop(self, receptacles: list[str], source: str) -> None:
+        """Put down what is held in one of these where it costs least: here, on the way to `source`, or anywhere."""
+        near = (self.location, self.game.location[source])
+
+        def steps(receptacle: str) -> int:
+            # What is wanted may lie in one that is closed, which is opened in any case.
+            opens = receptacle != source and not self.game.accessible(self.state, receptacle)
+            return 2 * (self.game.location[receptacle] not in near) + opens
+
+        self.put(min(receptacles, key=steps))
 
 
 def plan(game: Game, state: World) -> list[str] | None:
@@ -271,65 +360,103 @@ def plan(game: Game, state: World) -> list[str] | None:
     return [] if state.won else min(_ways(game, state), key=len, default=None)
 
 
+Fetch = tuple[str, str | None]  # an object of the goal's type, and a receptacle where it lies; None: in one's hands
+
+
 def _ways(game: Game, state: World) -> Iterator[list[str]]:
-    goal, kinds, hand = game.goal, game.kinds, state.hand
-    sources = {hand: [None]} if kinds.get(hand) == goal.object else {}
-    for receptacle, objects in state.contents.items():
-        for o in objects:
-            if kinds.get(o) == goal.object and o in game.traits["pickupable"] and o != hand:
-                sources.setdefault(o, []).append(receptacle)
-    tools = [None]
-    if goal.kind in TREATMENTS:
-        tools = [r for r in game.location if kinds[r] in TREATMENTS[goal.kind][3]]
-    targets = [r for r in game.location if kinds[r] == goal.target]
-    if goal.kind == "look":
-        targets = [r for r, objects in state.contents.items() if any(kinds.get(o) == goal.target for o in objects)]
-    elif (goal.target, goal.object) not in game.can_contain:
+    goal, hand = game.goal, state.hand
+    if goal.kind != "look" and (goal.target, goal.object) not in game.can_contain:
         return
-    fetches = [(o, r) for o in sources for r in sources[o]]
-    near = {state.location, *(game.location[r] for _, r in fetches if r), *(game.location[r] for r in tools if r)}
-
-    def alike(r: str) -> tuple:  # what of a target counts for the length of a way
-        there = {o for o in state.contents[r] if kinds.get(o) == goal.object and game.is_treated(state, o)}
-        return game.location[r] if game.location[r] in near else None, game.accessible(state, r), frozenset(there)
-
-    for target in {alike(r): r for r in reversed(targets)}.values():
-        there = alike(target)[2] if goal.kind != "look" else ()
-        need = 2 - len(there) if goal.kind == "two" else 1
-        for chosen in permutations([fetch for fetch in fetches if fetch[0] not in there], need):
-            if len({o for o, _ in chosen}) < need or (hand in sources and hand not in there and chosen[0][0] != hand):
-                continue
-            for tool, way in ((tool, _Way(game, state)) for tool in tools):
-                if hand and chosen[0][0] != hand and not _drop(way, state, chosen[0][1]):
-                    return
-                for o, source in chosen:
-                    if source:
-                        way.take(o, source)
-                    if goal.kind == "look":
-                        _light(way, state, target)
-                        break
-                    if tool and not game.is_treated(state, o):
-                        way.reach(tool, inside=False)
-                        way.commands.append(f"{goal.kind} {game.names[o]} with {game.names[tool]}")
-                    if goal.kind == "two" or not any(o in state.contents[r] for r in targets if r != source):
-                        way.put(target)  # else it lies there too: in some real games an object is in two receptacles
+    fits = [r for r in game.location if (game.kinds[r], game.kinds.get(hand)) in game.can_contain]
+    fetches = _fetches(game, state)
+    tools: list[str | None] = [None]
+    if goal.kind in TREATMENTS:
+        tools = [r for r in game.location if game.kinds[r] in TREATMENTS[goal.kind].tools]
+    targets = _targets(game, state)
+    used = [r for _, r in fetches] + tools
+    near = {state.location} | {game.location[r] for r in used if r}
+    for target in _unlike(game, state, targets, near):
+        there = frozenset() if goal.kind == "look" else _ready(game, state, target)
+        needed = 2 - len(there) if goal.kind == "two" else 1
+        for chosen in _choices(fetches, there, needed, hand):
+            for tool in tools:
+                way = _Way(game, state)
+                first, place = chosen[0]
+                if hand and first != hand:
+                    if not fits:  # some objects can be put down nowhere
+                        return
+                    way.drop(fits, place)
+                _bring(way, chosen, tool, target, targets)
                 yield way.commands
 
 
-def _light(way: _Way, state: World, receptacle: str) -> None:
-    lamps = [o for o in state.contents[receptacle] if way.game.kinds.get(o) == way.game.goal.target]
-    way.reach(receptacle, inside=False)
-    if not any(way.game.is_lit_lamp(state, o) for o in lamps):
-        way.commands.append(f"use {way.game.names[lamps[0]]}")
+def _fetches(game: Game, state: World) -> list[Fetch]:
+    """One for each place of each object, those of an object together."""
+    wanted = game.goal.object
+    places: dict[str, list[str | None]] = {}
+    if game.kinds.get(state.hand) == wanted:
+        places[state.hand] = [None]
+    for receptacle, objects in state.contents.items():
+        for o in objects:
+            if game.kinds.get(o) == wanted and o in game.traits["pickupable"] and o != state.hand:
+                places.setdefault(o, []).append(receptacle)
+    fetches: list[Fetch] = []
+    for o, receptacles in places.items():
+        fetches += [(o, receptacle) for receptacle in receptacles]
+    return fetches
 
 
-def _drop(way: _Way, state: World, source: str) -> bool:
-    """Put down what is held where it costs least: here, on the way, or anywhere. Some objects fit nowhere."""
-    game, kind = way.game, way.game.kinds.get(way.hand)
-    near = (way.location, game.location[source])
-    fits = [r for r in game.location if (game.kinds[r], kind) in game.can_contain]
-    if fits:
-        # What is wanted may lie in one that is closed, which is opened in any case.
-        opens = {r: r != source and not game.accessible(state, r) for r in fits}
-        way.put(min(fits, key=lambda r: 2 * (game.location[r] not in near) + opens[r]))
-    return bool(fits)
+def _targets(game: Game, state: World) -> list[str]:
+    """Where the objects are to be brought: receptacles of the goal's type, or those with such a lamp."""
+    kinds, target = game.kinds, game.goal.target
+    if game.goal.kind != "look":
+        return [r for r in game.location if kinds[r] == target]
+    targets = []
+    for receptacle, objects in state.contents.items():
+        if any(kinds.get(o) == target for o in objects):
+            targets.append(receptacle)
+    return targets
+
+
+def _ready(game: Game, state: World, target: str) -> frozenset[str]:
+    """What lies in a target as the goal wants it."""
+    wanted = [o for o in state.contents[target] if game.kinds.get(o) == game.goal.object]
+    return frozenset(o for o in wanted if game.is_treated(state, o))
+
+
+def _unlike(game: Game, state: World, targets: list[str], near: set[str]) -> Iterable[str]:
+    """Of the targets that are alike in all that counts for the length of a way the first."""
+    alike: dict[tuple, str] = {}
+    for target in reversed(targets):
+        place = game.location[target]
+        if place not in near:
+            place = ""  # one that takes a step of its own, wherever it is
+        alike[place, game.accessible(state, target), _ready(game, state, target)] = target
+    return alike.values()
+
+
+def _choices(fetches: list[Fetch], there: frozenset[str], needed: int, hand: str | None) -> Iterator[tuple[Fetch, ...]]:
+    """What to fetch, in which order: each object once, and first the one in one's hands."""
+    open_fetches = [fetch for fetch in fetches if fetch[0] not in there]
+    held = any(o == hand for o, _ in open_fetches)
+    for chosen in permutations(open_fetches, needed):
+        objects = [o for o, _ in chosen]
+        if len(set(objects)) == needed and (not held or objects[0] == hand):
+            yield chosen
+
+
+def _bring(way: _Way, chosen: tuple[Fetch, ...], tool: str | None, target: str, targets: list[str]) -> None:
+    game, state = way.game, way.state
+    for o, source in chosen:
+        if source:
+            way.take(o, source)
+        if game.goal.kind == "look":
+            way.light(target)
+            return
+        if tool and not game.is_treated(state, o):
+            way.go(tool)
+            way.commands.append(f"{game.goal.kind} {game.names[o]} with {game.names[tool]}")
+        # In some real games an object lies in two receptacles: taken from one it is still in the other.
+        in_place = any(o in state.contents[r] for r in targets if r != source)
+        if game.goal.kind == "two" or not in_place:
+            way.put(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import re
@@ -15,8 +16,10 @@ from qlass import UserError
 
 from .engine import Game, Goal, World
 
-GOAL_PREDICATES = {"receptacletype", "objecttype", "inreceptacle", "cleanable", "heatable", "coolable", "isclean"}
-GOAL_PREDICATES |= {"ishot", "iscool", "toggleable", "istoggled", "receptacleatlocation", "atlocation", "holds"}
+# What goals of the six types speak of, the marks that a state has, and the traits of a game's objects.
+PREDICATES = """receptacletype objecttype inreceptacle cleanable heatable coolable isclean ishot iscool toggleable
+istoggled receptacleatlocation atlocation holds"""
+GOAL_PREDICATES = set(PREDICATES.split())
 MARKS = ("isclean", "ishot", "iscool", "istoggled", "issliced")
 TRAITS = ("openable", "opened", "pickupable", "cleanable", "heatable", "coolable", "sliceable", "toggleable")
 TRAITS += ("isreceptacleobject",)
@@ -34,56 +37,86 @@ def load(path: str | Path) -> Game:
     of task."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        if (solvable := data.get("solvable")) is None:  # the original skips those too
+        solvable = data.get("solvable")
+        if solvable is None:  # the original skips those too
             raise BadGame("does not say whether it is solvable (alfworld-generate finds out)")
         if not solvable:
             raise BadGame(UNSOLVABLE)
         return parse(data["pddl_problem"], data["grammar"], data.get("walkthrough") or ())
     except BadGame:
         raise
-    except OSError as error:
-        raise BadGame(f"can't be read ({error.strerror})") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadGame(f"is no game, or the file may be truncated ({type(error).__name__}: {error})") from None
 
 
 def parse(problem: str, grammar: str, walkthrough: Iterable[str] = ()) -> Game:
     """Build a game from the PDDL problem; of the grammar only the task sentence and the wording's version matter."""
     sentence = re.search(r"Your task is to: ([^\"\\]+)", grammar)
-    objects, begun, rest = problem.lower().partition("(:init")
+    objects, _, rest = problem.lower().partition("(:init")
     init, ended, goal = rest.partition("(:goal")
-    if not (sentence and begun and ended):
-        raise BadGame("lacks its task sentence" if ended else "lacks its (:init or (:goal part")
-    facts: dict[str, list[list[str]]] = defaultdict(list)
-    for words in map(str.split, init.replace(")", " ").split("(")):
-        facts["".join(words[:1])].append(words[1:])
+    if not ended:
+        raise BadGame("lacks its (:init or (:goal part")
+    if not sentence:
+        raise BadGame("lacks its task sentence")
+    facts = _facts(init)
+    names = _names(objects.split())
+    types = facts["objecttype"] + facts["receptacletype"]
     location = dict(sorted(facts["receptacleatlocation"]))
-    contents = {receptacle: () for receptacle in location}
+    contents: dict[str, tuple[str, ...]] = {receptacle: () for receptacle in location}
+    inside: dict[str, list[str]] = defaultdict(list)
     for o, receptacle in sorted(facts["inreceptacle"]):
         contents[receptacle] += (o,)
-    kinds = {i: kind.removesuffix("type") for i, kind in facts["objecttype"] + facts["receptacletype"]}
-    can_contain = {(r.removesuffix("type"), o.removesuffix("type")) for r, o in facts["cancontain"]}
-    inside: dict[str, list[str]] = defaultdict(list)
     for o, outer in sorted(facts["inreceptacleobject"]):
         inside[outer].append(o)
-    traits = {p: {arguments[0] for arguments in facts[p]} for p in (*MARKS, *TRAITS)}
-    names = _names(objects.split())
-    things = location.keys() | {o for o, _ in facts["inreceptacle"]}
-    if nameless := (things - names.keys()) | (location.keys() - kinds.keys()):
+    game = Game(
+        task=sentence[1].strip(),
+        old="put {o} in/on {r}" in grammar,
+        goal=_goal(goal),
+        names=names,
+        kinds={i: kind.removesuffix("type") for i, kind in types},
+        location=location,
+        can_contain={(r.removesuffix("type"), o.removesuffix("type")) for r, o in facts["cancontain"]},
+        traits={trait: {arguments[0] for arguments in facts[trait]} for trait in (*MARKS, *TRAITS)},
+        inside=inside,
+        walkthrough=list(walkthrough),
+    )
+    things = {*location, *itertools.chain(*contents.values())}
+    nameless = (things - names.keys()) | (location.keys() - game.kinds.keys())
+    if nameless:
         raise BadGame(f"has no object or type for {min(nameless)}")
-    old = "put {o} in/on {r}" in grammar
-    task = sentence[1].strip()
-    game = Game(task, old, _goal(goal), names, kinds, location, can_contain, traits, inside, list(walkthrough))
-    marks = frozenset((mark, o) for mark in MARKS for o in traits[mark])
-    location, spots = facts["atlocation"][0][1], frozenset(map(tuple, facts["objectatlocation"]))
-    game.start = game.finish(World(location, None, contents, spots, frozenset(traits["opened"]), marks, {}, False))
+    game.start = game.finish(
+        World(
+            location=facts["atlocation"][0][1],
+            hand=None,
+            contents=contents,
+            spots=frozenset(map(tuple, facts["objectatlocation"])),
+            opened=frozenset(game.traits["opened"]),
+            marks=frozenset((mark, o) for mark in MARKS for o in game.traits[mark]),
+            commands={},
+            won=False,
+        )
+    )
     return game
+
+
+def _facts(init: str) -> dict[str, list[list[str]]]:
+    """Predicate -> the arguments of each of its facts."""
+    facts: dict[str, list[list[str]]] = defaultdict(list)
+    for fact in init.replace(")", " ").split("("):
+        words = fact.split()
+        if words:
+            facts[words[0]].append(words[1:])
+    return facts
 
 
 def _names(words: Iterable[str]) -> dict[str, str]:
     """id -> "apple 2": the numbers of one base name run *down* along the sorted ids."""
-    base = {i: i.partition("_bar_")[0] + ("basin" if "basin" in i else "") for i in words if "_bar_" in i}
-    left, names = Counter(base.values()), {}
+    base = {}
+    for word in words:
+        name, mark, _ = word.partition("_bar_")
+        if mark:
+            base[word] = name + ("basin" if "basin" in word else "")
+    names, left = {}, Counter(base.values())
     for i in sorted(base):
         names[i] = f"{base[i]} {left[base[i]]}"
         left[base[i]] -= 1
@@ -117,10 +150,9 @@ class Games:
         if (self.root / "json_2.1.1").is_dir():
             self.root = self.root / "json_2.1.1"
         if next(self.root.glob("*/*/*/game.tw-pddl"), None) is None:
-            reason = "holds no games" if self.root.is_dir() else "no such folder"
             layout = f"{folder}/json_2.1.1/<{'|'.join(FOLDERS)}>/<task>/<trial>/game.tw-pddl"
             raise UserError(
-                f"{folder}: {reason}: {layout} are expected (`alfworld-download` fetches them: docs/paper.md)"
+                f"{folder}: no games; {layout} are expected (`alfworld-download` fetches them: docs/models.md)"
             )
         self.load = functools.lru_cache(maxsize=512)(self._load)
         self._listed = functools.cache(self._list)
@@ -134,7 +166,7 @@ class Games:
         if split == "all":
             tasks = [task for folder in FOLDERS for task in self._listed(folder)]
         elif split in ("train", "val"):
-            tasks = [t for t in self._listed("train") if (zlib.crc32(t.encode()) % 10 == 0) == (split == "val")]
+            tasks = [task for task in self._listed("train") if _is_held_out(task) == (split == "val")]
         else:
             tasks = list(self._listed("valid_unseen" if split == "test" else split))
         if not tasks:
@@ -151,8 +183,10 @@ class Games:
             if "movable" in task_id or "Sliced" in task_id:  # not among the six types; ALFWorld leaves them out too
                 continue
             reason = problem(path)
-            playable += [task_id] * (reason is None)
-            problems += [f"{path} {reason}"] * (reason is not None)
+            if reason is None:
+                playable.append(task_id)
+            else:
+                problems.append(f"{path} {reason}")
         if problems:
             count = f"{len(problems)} of {len(problems) + len(playable)} games in {self.root / folder}"
             logging.getLogger("qlass").warning("skipped %s; the first: %s", count, problems[0])
@@ -172,17 +206,24 @@ class Games:
         those of 400 games that have the object at all: what a player may expect before looking. The games are of the
         folder `train`, a tenth of which is the validation split."""
         tasks = self._listed("train")  # where there are none, nothing is expected: the other splits are for tests
-        counts, places = Counter(), Counter()
+        objects, places = Counter(), Counter()
         for task in tasks[:: max(1, len(tasks) // 400)]:
             try:
                 game = load(self.path(task))
             except BadGame:
                 continue
-            kinds = game.kinds
-            lies = Counter((kinds.get(o), kinds[r]) for r, objects in game.start.contents.items() for o in objects)
-            counts += lies
-            places += Counter((o, kinds[r]) for o in {o for o, _ in lies} for r in game.location)
-        return {pair: counts[pair] / number for pair, number in places.items()}
+            there = set()
+            for receptacle, contents in game.start.contents.items():
+                for o in contents:
+                    there.add(game.kinds.get(o))
+                    objects[game.kinds.get(o), game.kinds[receptacle]] += 1
+            for receptacle in game.location:
+                places.update((kind, game.kinds[receptacle]) for kind in there)
+        return {pair: objects[pair] / number for pair, number in places.items()}
+
+
+def _is_held_out(task_id: str) -> bool:
+    return zlib.crc32(task_id.encode()) % 10 == 0
 
 
 def problem(path: str | Path) -> str | None:
@@ -191,8 +232,6 @@ def problem(path: str | Path) -> str | None:
         text = Path(path).read_bytes()
         if not (text.rstrip().endswith(b"}") and b'"solvable": true' in text[-20_000:] and b"(:goal" in text):
             load(path)
-    except OSError as error:
-        return f"can't be read ({error.strerror})"
-    except BadGame as error:
+    except (BadGame, OSError) as error:
         return str(error)
     return None

@@ -25,7 +25,7 @@ def package() -> tuple[Any, Any, Any]:
     except ImportError as error:
         remedy = "pip install -r requirements-alfworld.txt, or leave out --env-option engine=textworld"
         raise UserError(f"the original engine of ALFWorld is not installed ({error}): {remedy}") from None
-    if before is None:  # the package sets it to a cache folder of its own, which later would be taken for the user's
+    if before is None:  # the package sets it to a cache folder of its own, which is not the user's choice
         os.environ.pop("ALFWORLD_DATA", None)
     return textworld, AlfredDemangler, info
 
@@ -50,7 +50,6 @@ class TextWorldGame:
     """One loaded game; `start`, `first` and `step` as in engine.Game."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = path
         textworld, demangler, _ = package()
         wanted = textworld.EnvInfos(won=True, admissible_commands=True, feedback=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -58,9 +57,6 @@ class TextWorldGame:
             file.write_text(json.dumps(with_grammar(json.loads(Path(path).read_text(encoding="utf-8")))))
             self.env = textworld.start(str(file), wanted, wrappers=[demangler])
             self.start, self.first = self._begin()
-
-    def __reduce__(self) -> tuple:
-        return TextWorldGame, (self.path,)
 
     def _begin(self) -> tuple[TextWorldState, str]:
         answer = self.env.reset()

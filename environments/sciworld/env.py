@@ -23,8 +23,7 @@ class SciWorldEnv(TextEnv):
     has them. max_steps "eto": ETO's own limit for each task. simulators: how many JVMs (0.5 GB each) may run at once.
     tasks: "all" 30, "eto" for the 24 that ETO has, or names with commas between them. balanced: no split has more than
     a few dozen variations of a task; false for all of them. split_file: published splits instead (tasks.published_ids).
-    simplifications: the simulator's own list; "easy" opens doors, not containers, and adds teleporting. Without that
-    (e.g. "") the instruction, the candidates and the expert walk.
+    Doors stand open and there is teleporting: the simulator's "easy" simplifications, as ETO and the paper have them.
     The reward is the best score of the episode, 0 to 1: it ends when the task is done, spoilt, or out of steps.
     A restore replays the actions of the episode, unless a simulator is there already.
     """
@@ -44,18 +43,12 @@ class SciWorldEnv(TextEnv):
         "wait1: let one step pass\n\n"
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
-    on_foot = (
-        ("You can teleport to any room in one step.", "You walk from room to room, through doors that are open."),
-        ("\nteleport to LOC\n", "\ngo to LOC: walk to a room next to yours\n"),
-        ("\nopen OBJ\n", "\nopen OBJ: a container or a door\n"),
-    )  # what the instruction says where there is no teleporting
 
     def __init__(
         self,
         tasks: str = "all",
         balanced: bool = True,
         split_file: str | Path | None = None,
-        simplifications: str = "easy",
         simulators: int = 4,
         instruction: str | Path | None = None,
         max_steps: int | str | None = UNSET,
@@ -63,14 +56,8 @@ class SciWorldEnv(TextEnv):
         super().__init__(UNSET if max_steps == "eto" else max_steps, instruction)
         if max_steps == "eto":
             self.max_steps = max_steps
-        if simulators < 1:
-            raise UserError(f"sciworld: simulators={simulators}: at least one is needed")
         self.tasks, self.balanced, self.split_file = tasks, balanced, split_file
-        self.simplifications, self.side_by_side = simplifications, simulators
-        self.walks = not simulator.teleports(simplifications)
-        if self.walks and not instruction:
-            for riding, walking in self.on_foot:
-                self.instruction = self.instruction.replace(riding, walking)
+        self.side_by_side = simulators
         self.pool = simulator.simulators()
         self.pool.size = simulators
 
@@ -96,7 +83,7 @@ class SciWorldEnv(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         task_id = self.task_of(seed, options)
-        self.restore((tasks.find_task(task_id, self.simplifications), task_id, (), (), (), 0.0, 0))
+        self.restore((tasks.find_task(task_id), task_id, (), (), (), 0.0, 0))
         description = self.pool.description(self.task)
         return description, self._info(description, 0.0)
 
@@ -136,13 +123,13 @@ class SciWorldEnv(TextEnv):
         recent = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
         task = self.pool.description(self.task)
         chosen = expert.candidates(self.valid_actions(), task, recent, " ".join(self.inventory))
-        return [(expert.thought(action, self.walks), action) for action in chosen]
+        return [(expert.thought(action), action) for action in chosen]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """The simulator's own solution, shortened: omniscient. It goes where things are and focuses on what is right
         without having seen either, so a clone can imitate its ways, not its choices."""
-        for action in expert.expert_plan(tasks.find_task(task_id, self.simplifications)):
-            yield expert.thought(action, self.walks), action
+        for action in expert.expert_plan(tasks.find_task(task_id)):
+            yield expert.thought(action), action
 
     def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
         """Any candidate with equal chance, the same ones in every play of a task."""

@@ -10,7 +10,7 @@ import collections
 import functools
 import re
 
-from .simulator import UNKNOWN, Simulator, Task, simulators, teleports
+from .simulator import UNKNOWN, Simulator, Task, simulators
 
 # ------------------------------------------------------------------------------------------------- actions and thoughts
 # What one would say before an action; {0} and {1} are its objects. The reason is the verb's, right or wrong.
@@ -41,7 +41,6 @@ EXPLORES = {"pick up", "open", "activate", "deactivate", "read"}
 SCENERY = {"agent", "air", "inventory", "door", "picture", "painting", "ground", "sewer", "drain"}
 SCENERY |= {"kitchen", "foundry", "workshop", "bathroom", "outside", "living room", "bedroom", "greenhouse"}
 SCENERY |= {"art studio", "hallway"}
-_WALK = re.compile(r"go to (?!.*\bdoor)(.+)|open door to (.+)|open (?:(.+) )?door")
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -54,17 +53,7 @@ def parts(action: str) -> tuple[str, list[str]]:
     return "", []
 
 
-def walk(action: str) -> str:
-    """Why one would go to a room or open a door; "" for other actions."""
-    match = _WALK.fullmatch(action)
-    room = match and (match[1] or match[2] or match[3] or "next room")
-    return REASONS["teleport to"].format(room) if match else ""
-
-
-def thought(action: str, walks: bool = False) -> str:
-    """walks: doors are a way, since there is no teleporting."""
-    if walks and (reason := walk(action)):
-        return reason
+def thought(action: str) -> str:
     verb, objects = parts(action)
     return REASONS[verb].format(*objects) if verb else "Let me see what this does."
 
@@ -96,7 +85,7 @@ def inventory_after(inventory: tuple[str, ...], observation: str) -> tuple[str, 
 def candidates(valid: list[str], task: str, recent: str, inventory: str) -> list[str]:
     """At most AMONG of the valid actions, by a rule that knows what the agent was shown, and so what it holds.
 
-    Looking around, waiting and teleporting (or else doors and walking) come first. Then the verbs take turns, each
+    Looking around, waiting and teleporting come first. Then the verbs take turns, each
     beginning with the objects that the task names (twice the weight), that the last turns spoke of, or that the agent
     holds; first what EXPLORES and what is done with such objects only, then the rest. Scenery is left out, as are the
     verbs that are not in REASONS.
@@ -104,11 +93,10 @@ def candidates(valid: list[str], task: str, recent: str, inventory: str) -> list
     texts = [(2, _words(task)), (1, _words(recent)), (1, _words(inventory))]
     weight = functools.cache(lambda name: sum(w for w, text in texts if name in text))
     fixed, turns = [], collections.defaultdict(list)
-    walks = not any(action.startswith("teleport to ") for action in valid)
     for action in valid:
         verb, objects = parts(action)
-        names = [None if walks and name.endswith(" door") else bare(name) for name in objects]
-        if verb == "teleport to" or (verb and not names) or (walks and walk(action)):
+        names = [bare(name) for name in objects]
+        if verb == "teleport to" or (verb and not names):
             fixed.append(action)
         elif verb and None not in names:
             weights = [weight(name) for name in names]
@@ -119,13 +107,11 @@ def candidates(valid: list[str], task: str, recent: str, inventory: str) -> list
 
 
 # ------------------------------------------------------------------------------------------------------------- experts
-def shorten(gold: list[str], straight: bool, wait: bool, walks: bool = False) -> list[str]:
-    """A solution in fewer steps: teleporting instead of walking (unless one `walks`), straight to where something is
-    done (or room by room, where a room passed counts), with a look around on arrival; and waiting instead of looking
-    again and again until something is hot or cold enough, or has come to rest."""
-    text = "\n".join(gold)
-    if not walks:
-        text = re.sub(r"(?:open door to .*\n)?go to (.*)", r"teleport to \1", text)
+def shorten(gold: list[str], straight: bool, wait: bool) -> list[str]:
+    """A solution in fewer steps: teleporting instead of walking, straight to where something is done (or room by room,
+    where a room passed counts), with a look around on arrival; and waiting instead of looking again and again until
+    something is hot or cold enough, or has come to rest."""
+    text = re.sub(r"(?:open door to .*\n)?go to (.*)", r"teleport to \1", "\n".join(gold))
     if straight:
         text = re.sub(r"(?:teleport to .*\n(?:look around\n)*)+(?=teleport to)", "", text)
     text = re.sub(r"(teleport to .*\n)(?!look around)", r"\1look around\n", text)
@@ -145,12 +131,6 @@ def wordings(action: str) -> list[str]:
     return list(dict.fromkeys([*forms, action]))
 
 
-def opening(simulator: Simulator, action: str) -> list[str]:
-    """The opening of a door as the simulator lists it where it stands; none if the door is open."""
-    names = {action, action.replace("door to ", "") + " door", "open door"}
-    return [listed for listed in simulator.valid_actions() if listed in names][:1]
-
-
 def expert_plan(task: Task) -> tuple[str, ...]:
     """The first form of the simulator's own solution, from the shortest to the original, that reaches the full score in
     a replay; else the one that scores most."""
@@ -159,9 +139,7 @@ def expert_plan(task: Task) -> tuple[str, ...]:
 
 def _plan(simulator: Simulator, task: Task) -> tuple[str, ...]:
     gold = simulator.load(task, gold=True)
-    walks = not teleports(task.simplifications)
-    forms = [shorten(gold, True, True, walks), shorten(gold, True, False, walks)]
-    forms += [gold] if walks else [shorten(gold, False, False), gold]
+    forms = [shorten(gold, True, True), shorten(gold, True, False), shorten(gold, False, False), gold]
     best: tuple[float, tuple[str, ...]] = (-1.0, ())
     for actions in forms:
         if best[0] < 1:
@@ -177,10 +155,6 @@ def rehearse(simulator: Simulator, task: Task, actions: list[str]) -> tuple[floa
         simulator.load(task)
         best, length, doubtful = 0.0, 0, None
         for wording in tries:
-            if wording[-1].startswith("open door to ") and not teleports(task.simplifications):
-                wording = opening(simulator, wording[-1])
-                if not wording:
-                    continue
             for words in wording:
                 turn = simulator.step(words)
                 if not turn.observation.startswith(UNKNOWN):

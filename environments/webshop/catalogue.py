@@ -19,12 +19,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 from tqdm import tqdm
+from typing_extensions import TypedDict
 
-from environments import WHERE, split_files
+from environments import WHERE, fair_order, split_files
 from qlass import UserError
 
 
@@ -62,22 +64,16 @@ def find(folder: Path, *stems: str) -> Path:
     raise UserError(f"{folder}: found none of {', '.join(names)}; name a folder that has them {WHERE}")
 
 
+BROKEN = (OSError, EOFError, ValueError, RecursionError, zlib.error)  # what a reader of damaged files may raise
+
+
 def read_json(path: Path) -> Any:
-    """A .json or .json.gz file; raises UserError with the line where it is malformed."""
+    """A .json or .json.gz file."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
             return json.load(file)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+    except BROKEN as error:
         raise UserError(f"{path}: can't be read ({error})") from None
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: an object of instructions by asin is expected")
-    return content
 
 
 def sources(folder: Path) -> tuple[Path, Path, Path]:
@@ -97,7 +93,7 @@ CHUNK, LONGEST = 1 << 22, 1 << 26  # characters: read at once; a record's, at mo
 
 
 def stream(path: Path, quiet: bool = False) -> Iterator[Any]:
-    """The values of a JSON list, one at a time, under a progress bar; of malformed JSON UserError tells the line."""
+    """The values of a JSON list, one at a time, under a progress bar."""
     decode, every = json.JSONDecoder().raw_decode, 0.1 if sys.stderr.isatty() else 30
     title, size = f"reading {path.name}", path.stat().st_size
     with (
@@ -107,33 +103,31 @@ def stream(path: Path, quiet: bool = False) -> Iterator[Any]:
     ):
         file = io.TextIOWrapper(unzipped, encoding="utf-8")
         try:
-            text, line, last, at = file.read(CHUNK).lstrip(), 1, "[", 1
+            text, at, separator = file.read(CHUNK).lstrip(), 1, "["
             if not text.startswith("["):
                 raise UserError(f"{path}: a list of products is expected")
-            while last != "]":
+            while separator != "]":
                 at = SPACE.match(text, at).end()
-                if last == "[" and text.startswith("]", at):
+                if separator == "[" and text.startswith("]", at):
                     at += 1
                     break
-                reason = "',' or ']' is expected"
                 try:
                     value, end = decode(text, at)
                     mark = NEXT.match(text, end)
-                except json.JSONDecodeError as error:
-                    mark, reason, end = None, error.msg, error.pos
+                except json.JSONDecodeError:
+                    mark = None
                 if mark:
                     yield value
-                    at, last = mark.end(), mark[1]
+                    at, separator = mark.end(), mark[1]
                     continue
                 bar.update(raw.tell() - bar.n)  # what is not valid may be cut: read on
                 more = file.read(CHUNK)
                 if not more or len(text) - at > LONGEST:
-                    raise UserError(f"{path}:{line + text.count(chr(10), 0, end)}: not valid JSON ({reason})")
-                line += text.count("\n", 0, at)
+                    raise UserError(f"{path}: not valid JSON at {text[at : at + 60]!r}")
                 text, at = text[at:] + more, 0
             if text[at:].strip() or file.read().strip():
                 raise UserError(f"{path}: not valid JSON (something stands behind the list)")
-        except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+        except BROKEN as error:
             raise UserError(f"{path}: can't be read ({error})") from None
 
 
@@ -141,21 +135,16 @@ def clean(record: dict, attributes: list[str]) -> Product:
     bullets = record["small_description"]
     pieces = (record.get("pricing") or "").split("$")  # what stands before the first "$" is no price
     digits = [re.sub(r"[^\d.]", "", piece) for piece in pieces[1:] or pieces]
-    options = {
-        name.lower(): [value["value"].strip().replace("/", " | ").lower() for value in values]
-        for name, values in (record["customization_options"] or {}).items()
-        if values is not None
-    }
-    texts = (record["name"], record["full_description"], record["category"], record["product_category"])
-    bullets = bullets if isinstance(bullets, list) else [bullets]
-    if wrong := [text for text in (*texts, *bullets, *attributes) if not isinstance(text, str)]:
-        raise TypeError(f"{wrong[0]!r} where text is expected")
+    options = {}
+    for name, values in (record["customization_options"] or {}).items():
+        if values is not None:
+            options[name.lower()] = [value["value"].strip().replace("/", " | ").lower() for value in values]
     return Product(
         asin=record["asin"],
         title=record["name"],
         description=record["full_description"],
-        bullets=bullets,
-        prices=[float(d) for d in digits if d][:2] or [100.0],
+        bullets=bullets if isinstance(bullets, list) else [bullets],
+        prices=[float(number) for number in digits if number][:2] or [100.0],
         options=options,
         attributes=attributes,
         query=record["query"].lower().strip(),
@@ -178,25 +167,20 @@ def draw_limit(price: float, rng: random.Random) -> float:
 Row = tuple[str, list[str], list[str] | None, int]  # instruction, attributes, options (None: any), number of goals
 
 
-def checked(row: Row) -> Row:
-    text, attributes, options, _ = row
-    if wrong := [word for word in (text, *attributes, *(options or ())) if not isinstance(word, str)]:
-        raise TypeError(f"{wrong[0]!r} where text is expected")
-    return row
-
-
 def synthetic_rows(product: Product, instructions: dict) -> Iterator[Row]:
     """The generated instruction of a product, if it has one: a goal for every choice of options."""
     record = instructions.get(product.asin, {})
-    if record.get("instruction") and (attributes := record.get("instruction_attributes")):
-        yield checked((record["instruction"], attributes, None, math.prod(map(len, product.options.values()))))
+    text, attributes = record.get("instruction"), record.get("instruction_attributes")
+    if text and attributes:
+        yield text, attributes, None, math.prod(map(len, product.options.values()))
 
 
 def human_rows(product: Product, instructions: dict) -> Iterator[Row]:
     """The instructions that people wrote, a goal each; their options are values without names."""
     for record in instructions.get(product.asin, []):
-        if attributes := record["instruction_attributes"]:
-            yield checked((record["instruction"].strip("."), attributes, [*record["instruction_options"]], 1))
+        attributes = record["instruction_attributes"]
+        if attributes:
+            yield record["instruction"].strip("."), attributes, list(record["instruction_options"]), 1
 
 
 def make_goal(
@@ -225,28 +209,35 @@ def make_goal(
     }
 
 
-GOAL_FIELDS: dict[str, Any] = {"asin": str, "name": str, "query": str, "product_category": str, "instruction_text": str}
-GOAL_FIELDS |= {"attributes": list, "goal_options": (list, dict), "price_upper": (int, float)}
+class Goal(TypedDict):
+    """What the engine reads of a recorded goal."""
+
+    asin: str
+    name: str
+    query: str
+    product_category: str
+    instruction_text: str
+    attributes: Annotated[list[str], Field(min_length=1)]
+    goal_options: dict[str, str] | list[str]
+    price_upper: float  # dollars
+
+
+class Recorded(TypedDict):
+    goals: list[Goal]
+    prices: dict[str, float]  # asin -> dollars
 
 
 def read_goals(path: Path, position: Callable[[str], int | None]) -> tuple[list[dict], dict[str, float]]:
-    """Recorded goals in their order, and the prices sampled with them: {"goals": [...], "prices": {asin: dollars}}."""
+    """Recorded goals in their order, and the prices sampled with them."""
     content = read_json(path)
-    goals, prices = (content.get("goals"), content.get("prices", {})) if isinstance(content, dict) else (content, {})
-    numbers = isinstance(prices, dict) and all(isinstance(price, int | float) for price in prices.values())
-    if not isinstance(goals, list) or not numbers:
-        raise UserError(f'{path}: {{"goals": [...], "prices": {{asin: dollars}}}} is expected')
-    for number, goal in enumerate(goals):
-        if not isinstance(goal, dict):
-            raise UserError(f"{path}: goal {number} is not a JSON object")
-        wrong = [field for field, kind in GOAL_FIELDS.items() if not isinstance(goal.get(field), kind)]
-        words = [] if wrong else ["attributes", "goal_options"]
-        wrong += [field for field in words if not all(isinstance(word, str) for word in goal[field])]
-        if wrong or not goal["attributes"]:
-            raise UserError(f"{path}: goal {number}: {', '.join(wrong) or 'attributes'} not in WebShop's schema")
+    try:
+        TypeAdapter(Recorded).validate_python(content)
+    except ValidationError as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+    for goal in content["goals"]:
         if position(goal["asin"]) is None:
-            raise UserError(f"{path}: product {goal['asin']} of goal {number} is not in this catalogue")
-    return goals, prices
+            raise UserError(f"{path}: product {goal['asin']} is not in this catalogue")
+    return content["goals"], content["prices"]
 
 
 PRICE_CLAUSE = re.compile(r",? and price lower than [\d.]+ dollars$")
@@ -281,47 +272,57 @@ def queries(instruction: str) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------- splits
+SHARES = {"train": (0, 70), "val": (70, 80), "test": (80, 100)}  # % of the products
+
+
 def splits(
     owners: np.ndarray,
     shares: np.ndarray,
-    published: str | Path | dict[str, str] | None = None,
+    published: str | Path | None = None,
     per_product: float = math.inf,
+    tuning: int = 0,
 ) -> dict[str, np.ndarray]:
     """Split name -> indices of goals; "all" is always there.
 
     owners (goals,): the product of each goal. shares (products,): places in 0 to 99, by a hash of the asin.
     By default train, val and test: 70, 10 and 20 % of the *products*, so that a product stays in its split whatever
-    the seed. Published ones: {name: file}, a file, or a folder with NAME_indices*.json (as ETO's); a file is a JSON
+    the seed. Published ones: a file, or a folder with NAME_indices*.json (as ETO's); a file is a JSON
     list of goal indices, and one that comes twice counts once.
 
     per_product: of each product a split keeps so many goals, the first ones. A product has a synthetic goal for each of
     its combinations of options, so that without a limit a few products are most of the tasks.
+    tuning: so many of "test", the first in fair order, are a split of their own: choices were made in view of them.
     """
-
-    if per_product < 1:
-        raise UserError(f"webshop: per_product={per_product}: at least one goal of a product is needed")
-
-    def few(indices: np.ndarray) -> np.ndarray:
-        if per_product == math.inf:
-            return indices
-        order = np.argsort(owners[indices], kind="stable")  # the goals of a product together
-        sizes = np.unique(owners[indices], return_counts=True)[1]
-        nth = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        return indices[np.sort(order[nth < per_product])]
-
     everything = np.arange(len(owners), dtype=np.int32)
-    if published is None:
+    if published is not None:
+        members = {name: read_indices(file, len(owners)) for name, file in split_files(published).items()}
+    else:
         share = shares[owners]
-        bounds = {"train": (0, 70), "val": (70, 80), "test": (80, 100), "all": (0, 100)}
-        return {name: few(everything[(share >= low) & (share < high)]) for name, (low, high) in bounds.items()}
-    published = published if isinstance(published, dict) else split_files(published)
-    splits_by_name = {}
-    for name, file in published.items():
-        indices = read_json(Path(file))
-        if not isinstance(indices, list) or not all(type(i) is int for i in indices):
-            raise UserError(f"{file}: a JSON list of integers is expected")
-        if beyond := [i for i in indices if not 0 <= i < len(owners)]:
-            size = f"there are only {len(owners)} goals"
-            raise UserError(f"{file}: index {beyond[0]}, but {size}; take the catalogue it is for")
-        splits_by_name[name] = few(np.array([*dict.fromkeys(indices)], np.int32))
-    return splits_by_name | {"all": few(everything)}
+        members = {name: everything[(share >= low) & (share < high)] for name, (low, high) in SHARES.items()}
+    if tuning:
+        order = fair_order(map(str, members["test"].tolist()), lambda task_id: "")
+        used = np.array(order[:tuning], np.int32)
+        members |= {"test": np.setdiff1d(members["test"], used), "tuning": np.sort(used)}
+    members["all"] = everything
+    return {name: first_of_each(indices, owners, per_product) for name, indices in members.items()}
+
+
+def read_indices(file: Path, goals: int) -> np.ndarray:
+    """A published split's goals, each once."""
+    indices = read_json(file)
+    if not isinstance(indices, list) or not all(type(i) is int for i in indices):
+        raise UserError(f"{file}: a JSON list of integers is expected")
+    beyond = [i for i in indices if not 0 <= i < goals]
+    if beyond:
+        raise UserError(f"{file}: index {beyond[0]}, but there are only {goals} goals; take the catalogue it is for")
+    return np.array(list(dict.fromkeys(indices)), np.int32)
+
+
+def first_of_each(indices: np.ndarray, owners: np.ndarray, most: float) -> np.ndarray:
+    """Of the goals of each product the first ones, at most so many."""
+    if most == math.inf:
+        return indices
+    order = np.argsort(owners[indices], kind="stable")  # the goals of a product together
+    sizes = np.unique(owners[indices], return_counts=True)[1]
+    nth = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return indices[np.sort(order[nth < most])]

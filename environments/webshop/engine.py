@@ -24,11 +24,12 @@ import numpy as np
 
 from qlass import UserError
 
-from .catalogue import queries, read_goals
+from .catalogue import Product, queries, read_goals
 from .store import open_store
 from .words import noun_finder, plain_color, similar
 
-PAGE_SIZE, MAX_STEPS = 10, 5  # products on a results page; the paper's step limit
+PAGE_SIZE = 10  # products on a results page
+MAX_STEPS = 5  # the paper's step limit
 BUNDLED_PAGE_SIZE, BUNDLED_MAX_STEPS = 4, 17  # the bundled catalogue's own: short pages, and steps to read them
 SEP = " [SEP] "
 
@@ -75,13 +76,17 @@ BUTTONS = {
 
 
 def make_page(nodes: list[str], clickables: dict[str, dict[str, Any]], says: dict[str, str] | None = None) -> Page:
+    """nodes: the texts of the page, from the top. says: of the keys that are no BUTTONS."""
     says = BUTTONS | (says or {})
-    candidates = ((says[key], f"click[{key}]") for key in clickables if key != "search")
-    # A key that `parse` would not give back (a value with brackets) can't be clicked, in the original neither.
-    executable = tuple((thought, action) for thought, action in candidates if parse(action) == ("click", action[6:-1]))
+    candidates = []
+    for key in clickables:
+        action = f"click[{key}]"
+        # A key that `parse` would not give back (a value with brackets) can't be clicked, in the original neither.
+        if key != "search" and parse(action) == ("click", key):
+            candidates.append((says[key], action))
     # As a browser's text mode lists them: an empty node is none, one of blanks alone is an empty entry.
     text = SEP.join(node.strip() for node in nodes if node and (node.strip() or "\n" not in node))
-    return Page(text, clickables, executable)
+    return Page(text, clickables, tuple(candidates))
 
 
 @lru_cache(1 << 14)
@@ -90,14 +95,33 @@ def short(title: str) -> str:
 
 
 BACK = {"back to search": Session()._asdict()}
+ITEM_BUTTONS = {
+    **BACK,
+    "< prev": {"page": "results", "options": ()},
+    "description": {"page": "description"},
+    "features": {"page": "features"},
+    "reviews": {"page": "reviews"},
+    "buy now": {"page": "done"},
+}
 START = make_page(["WebShop", "Instruction:", "", "Search"], {"search": {}})
 THANKS = ["Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)", "Purchased"]
-RECEIPT = "attrs|None|category|None|query|None|product category|None|Target|asin|options|attrs|price upper|"
-RECEIPT += "instuction text|category|product category|query|Goal|None|Reward|Your score (min 0.0, max 1.0)"
+RECEIPT = (
+    "attrs|None|category|None|query|None|product category|None|Target|asin|options|attrs|price upper|"
+    "instuction text|category|product category|query|Goal|None|Reward|Your score (min 0.0, max 1.0)"
+)
 
 
-MEMOISED = {"search": 1 << 14, "queries": 1 << 14, "results": 1 << 12, "item": 1 << 14, "nouns": 1 << 16}
-MEMOISED |= {"match": 1 << 18, "options_met": 1 << 14, "rewards": 1 << 18, "results_value": 1 << 18}
+MEMOISED = {
+    "search": 1 << 14,
+    "queries": 1 << 14,
+    "results": 1 << 12,
+    "item": 1 << 14,
+    "nouns": 1 << 16,
+    "match": 1 << 18,
+    "options_met": 1 << 14,
+    "rewards": 1 << 18,
+    "results_value": 1 << 18,
+}
 
 
 class Shop:
@@ -115,7 +139,8 @@ class Shop:
         num_products: int | None = None,
     ) -> None:
         """num_products: the first of the file, as the original counts them: before cleaning."""
-        store = open_store(folder, "human" if use_human_goals else "synthetic", seed, cache, num_products)
+        kind = "human" if use_human_goals else "synthetic"
+        store = open_store(folder, kind, seed, cache, num_products)
         self.products, self.position, self.prices = store.products, store.position, store.prices
         self.goals, self.owners, self.shares = store.goals, store.owners, store.shares
         self.by_asin, self.index, self.page_size = store.by_asin, store.index, page_size
@@ -123,14 +148,17 @@ class Shop:
             self.goals, recorded = read_goals(Path(goals), self.position)
             self.owners = np.array([self.position(goal["asin"]) for goal in self.goals], np.int32)
             for asin, price in recorded.items():
-                if (i := self.position(asin)) is not None:
-                    self.prices[i] = price
+                place = self.position(asin)
+                if place is not None:
+                    self.prices[place] = price
         elif store.error:
             raise UserError(f"{folder}: {store.error}")
         if not self.goals:
             raise UserError(f"{goals or folder}: no goals; the catalogue has no instructions of the kind asked for")
         own = (folder.parent if folder.is_file() else folder) / "title_nouns.json"  # the bundled catalogue has one
-        self.find_nouns = noun_finder(title_nouns or (own if own.exists() else None))
+        if title_nouns is None and own.exists():
+            title_nouns = own
+        self.find_nouns = noun_finder(title_nouns)
         for name, size in MEMOISED.items():
             setattr(self, name, lru_cache(size)(getattr(self, name)))
 
@@ -159,34 +187,47 @@ class Shop:
 
     def text(self, session: Session, goal: int) -> str:
         """The observation: the page's text below the instruction."""
-        body, instruction = self.page(session).text, self.goals[goal]["instruction_text"].strip()
+        body = self.page(session).text
+        if session.page == "done":
+            return body
+        instruction = self.goals[goal]["instruction_text"].strip()
         if session.page == "start":
             return SEP.join(["WebShop", "Instruction:", instruction, "Search"])
-        return body if session.page == "done" else SEP.join(["Instruction:", instruction, body])
+        return SEP.join(["Instruction:", instruction, body])
 
     def results(self, query: str, number: int) -> Page:
         hits = self.search(query)
-        places = hits[(number - 1) * self.page_size : number * self.page_size]
-        shown = [self.products[i] for i in places]
-        turn = {"< prev": {"number": number - 1}} if number > 1 else {}
-        nodes = ["Back to Search", f"Page {number} (Total results: {len(hits)})", "< Prev" if turn else "", "Next >"]
-        nodes += [node for product in shown for node in (product.asin, product.title, product.price_tag)]
-        links = {p.asin.lower(): {"page": "item", "product": i} for i, p in zip(places, shown, strict=True)}
-        says = {p.asin.lower(): f"{place} {p.price_tag} {short(p.title)}" for place, p in enumerate(shown, 1)}
-        return make_page(nodes, BACK | turn | {"next >": {"number": number + 1}} | links, says)
+        nodes = ["Back to Search", f"Page {number} (Total results: {len(hits)})"]
+        clickables: dict[str, dict[str, Any]] = {**BACK}
+        if number > 1:
+            nodes.append("< Prev")
+            clickables["< prev"] = {"number": number - 1}
+        nodes.append("Next >")
+        clickables["next >"] = {"number": number + 1}
+        says = {}
+        first = (number - 1) * self.page_size
+        for place, i in enumerate(hits[first : first + self.page_size], 1):
+            product = self.products[i]
+            key = product.asin.lower()
+            nodes += [product.asin, product.title, product.price_tag]
+            clickables[key] = {"page": "item", "product": i}
+            says[key] = f"{place} {product.price_tag} {short(product.title)}"
+        return make_page(nodes, clickables, says)
 
     def item(self, i: int) -> Page:
         product = self.products[i]
-        nodes = ["Back to Search", "< Prev", *(n for name, values in product.options.items() for n in (name, *values))]
+        nodes = ["Back to Search", "< Prev"]
+        clickables: dict[str, dict[str, Any]] = {**ITEM_BUTTONS}
+        says = {}
+        for name, values in product.options.items():
+            nodes += [name, *values]
+            for value in values:
+                if value not in ITEM_BUTTONS:
+                    clickables[value] = {"option": (name, value)}  # of two options with this value the later one's
+                    says[value] = f"{name} {value}"
         nodes += [product.title, f"Price: {product.price_tag}", "Rating: N.A."]
         nodes += ["Description", "Features", "Reviews", "Buy Now"]
-        clickables = BACK | {"< prev": {"page": "results", "options": ()}}
-        clickables |= {kind: {"page": kind} for kind in ("description", "features", "reviews")}
-        clickables |= {"buy now": {"page": "done"}}
-        options = ((name, value) for name, values in product.options.items() for value in values)
-        values = {value: name for name, value in options if value not in clickables}  # twice: the later name
-        clickables |= {value: {"option": (name, value)} for value, name in values.items()}
-        return make_page(nodes, clickables, {value: f"{name} {value}" for value, name in values.items()})
+        return make_page(nodes, clickables, says)
 
     def sub_page(self, i: int, kind: str) -> Page:
         product = self.products[i]
@@ -207,13 +248,18 @@ class Shop:
         name, argument = parse(action)
         if name == "search":  # works on every page
             return Session("results", argument), None
-        change = self.page(session).clickables.get(argument) if name == "click" else None
+        if name != "click":
+            return session, None
+        change = self.page(session).clickables.get(argument)
         if not change:
             return session, None
         if "option" in change:
-            return session._replace(options=tuple((dict(session.options) | dict([change["option"]])).items())), None
+            option, value = change["option"]
+            options = {**dict(session.options), option: value}
+            return session._replace(options=tuple(options.items())), None
         if change.get("page") == "done":
-            reward, details = self.score(goal, session.product, tuple(v for _, v in session.options))
+            values = tuple(value for _, value in session.options)
+            reward, details = self.score(goal, session.product, values)
             return session._replace(page="done", reward=reward), details
         return session._replace(**change), None
 
@@ -227,28 +273,27 @@ class Shop:
         titles = self.nouns(self.position(wanted["asin"])), self.nouns(i)
         title_score = len(set(titles[0]) & set(titles[1])) / len(titles[0]) if titles[0] else 0.2
         query_match = product.query == wanted["query"]
-        crumbs = ({c.strip() for c in text.split("›")} for text in (product.breadcrumb, wanted["product_category"]))
-        category_match = len(set.intersection(*crumbs)) >= 2
-        r_type = 1.0 if query_match or category_match or title_score > 0.2 else 0.5
-        r_type = 0.0 if title_score == 0 else 0.1 if title_score < 0.1 else r_type
-        texts = [t.lower() for t in (product.title, " ".join(product.bullets), product.description)]
-        matches = sum(
-            any(similar(a, attribute) for a in product.attributes) or any(attribute in text for text in texts)
-            for attribute in wanted["attributes"]
-        )
+        crumbs, wanted_crumbs = crumbs_of(product.breadcrumb), crumbs_of(wanted["product_category"])
+        category_match = len(crumbs & wanted_crumbs) >= 2
+        texts = [text.lower() for text in (product.title, " ".join(product.bullets), product.description)]
+        if title_score < 0.1:
+            r_type = 0.1 if title_score else 0.0
+        else:
+            r_type = 1.0 if query_match or category_match or title_score > 0.2 else 0.5
         return {
             "r_type": r_type,
             "title_score": title_score,
             "query_match": query_match,
             "category_match": category_match,
-            "n_att": matches,
+            "n_att": sum(has_attribute(product, texts, attribute) for attribute in wanted["attributes"]),
             "r_price": self.prices[i] <= wanted["price_upper"],
         }
 
     def wanted_options(self, goal: int) -> list[Any]:
         """Goal options as the reward compares them: (name, value) pairs of a synthetic goal, values of a human one."""
         options = self.goals[goal]["goal_options"]
-        return [plain_color(o) for o in (options.items() if isinstance(options, dict) else options)]
+        wanted = options.items() if isinstance(options, dict) else options
+        return [plain_color(option) for option in wanted]
 
     def reward(self, goal: int, i: int, n_option: int) -> float:
         wanted, parts = self.goals[goal], self.match(goal, i)
@@ -257,23 +302,30 @@ class Shop:
 
     def score(self, goal: int, i: int, chosen: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
         """The reward in [0, 1] for buying product i with these option values, and its parts (r_*: got, w_*: weight)."""
-        values, options = [plain_color(value) for value in chosen], self.wanted_options(goal)
+        values = [plain_color(value) for value in chosen]
+        options = self.wanted_options(goal)
         n_option = sum(any(similar(value, option) for value in values) for option in options)
-        parts, n_attributes = dict(self.match(goal, i)), len(self.goals[goal]["attributes"])
+        n_attributes = len(self.goals[goal]["attributes"])
         total = n_attributes + len(options) + 1
-        parts |= {"r_att": parts.pop("n_att") / n_attributes, "w_att": n_attributes / total}
-        parts |= {"r_option": n_option / len(options) if options else None, "w_option": len(options) / total}
-        return self.reward(goal, i, n_option), parts | {"w_price": 1 / total}
+        parts = dict(self.match(goal, i))
+        parts["r_att"] = parts.pop("n_att") / n_attributes
+        parts["w_att"] = n_attributes / total
+        parts["r_option"] = n_option / len(options) if options else None
+        parts["w_option"] = len(options) / total
+        parts["w_price"] = 1 / total
+        return self.reward(goal, i, n_option), parts
 
     # --------------------------------------------------------------------------------------------------- oracle
     def options_met(self, goal: int, i: int) -> dict[str, dict[str, frozenset[int]]]:
         """Option name -> value -> which of the goal's options it satisfies."""
-        options, met = list(enumerate(self.wanted_options(goal))), {}
+        options = list(enumerate(self.wanted_options(goal)))
+        met: dict[str, dict[str, frozenset[int]]] = {}
         for change in self.item(i).clickables.values():
             if "option" in change:
                 name, value = change["option"]
                 plain = plain_color(value)
-                met.setdefault(name, {})[value] = frozenset(n for n, option in options if similar(plain, option))
+                satisfied = frozenset(n for n, option in options if similar(plain, option))
+                met.setdefault(name, {})[value] = satisfied
         return met
 
     def rewards(self, goal: int, i: int, chosen: tuple[tuple[str, str], ...] = ()) -> tuple[float, ...]:
@@ -281,24 +333,34 @@ class Shop:
         met, before = self.options_met(goal, i), dict(chosen)
         fewest = {frozenset(): 0}  # which options are satisfied -> clicks
         for name, values in met.items():
-            moves = [(values.get(before.get(name), frozenset()), 0), *((gain, 1) for gain in set(values.values()))]
+            kept = values.get(before.get(name), frozenset())
+            moves = [(kept, 0), *((gain, 1) for gain in set(values.values()))]
             reached: dict[frozenset[int], int] = {}
             for (have, clicks), (gain, cost) in itertools.product(fewest.items(), moves):
-                reached[have | gain] = min(clicks + cost, reached.get(have | gain, clicks + cost))
+                least = reached.get(have | gain, clicks + cost)
+                reached[have | gain] = min(clicks + cost, least)
             fewest = reached
-        counts = (max(len(have) for have, cost in fewest.items() if cost <= clicks) for clicks in range(len(met) + 1))
-        return tuple(self.reward(goal, i, count) for count in counts)
+        rewards = []
+        for clicks in range(len(met) + 1):
+            most = max(len(have) for have, cost in fewest.items() if cost <= clicks)
+            rewards.append(self.reward(goal, i, most))
+        return tuple(rewards)
 
     def purchase(self, goal: int, i: int, chosen: tuple, before: int, steps: int, gamma: float) -> float:
         """The best of gamma ** (steps taken) * reward for product i, whose page is `before` steps away."""
         clicks = steps - before - 1  # on options; the purchase itself is the last step
-        rewards = self.rewards(goal, i, chosen)[: max(0, clicks + 1)]
-        return max((gamma ** (before + n + 1) * r for n, r in enumerate(rewards)), default=0.0)
+        if clicks < 0:
+            return 0.0
+        rewards = self.rewards(goal, i, chosen)[: clicks + 1]
+        return max(gamma ** (before + n + 1) * reward for n, reward in enumerate(rewards))
 
     def results_value(self, goal: int, query: str, number: int, before: int, steps: int, gamma: float) -> float:
         """The best purchase from page `number` of a query's results: turn to a product's page and click it first."""
-        away = ((i, before + abs(rank // self.page_size + 1 - number) + 1) for rank, i in enumerate(self.search(query)))
-        return max((self.purchase(goal, i, (), at, steps, gamma) for i, at in away), default=0.0)
+        best = 0.0
+        for rank, i in enumerate(self.search(query)):
+            turns = abs(rank // self.page_size + 1 - number)
+            best = max(best, self.purchase(goal, i, (), before + turns + 1, steps, gamma))
+        return best
 
     def value(self, session: Session, goal: int, steps: int, gamma: float = 1.0) -> float:
         """The best gamma ** n * reward of a purchase after n <= `steps` steps. It sees the goal: for oracles only.
@@ -318,6 +380,15 @@ class Shop:
         if session.page != "results":
             best = max(best, self.purchase(goal, session.product, session.options, to_item, steps, gamma))
         return max(best, self.results_value(goal, session.query, session.number, to_results, steps, gamma))
+
+
+def crumbs_of(category: str) -> set[str]:
+    return {crumb.strip() for crumb in category.split("›")}
+
+
+def has_attribute(product: Product, texts: list[str], attribute: str) -> bool:
+    """Whether one of the product's own attributes is like this one, or one of its texts, in small letters, has it."""
+    return any(similar(own, attribute) for own in product.attributes) or any(attribute in text for text in texts)
 
 
 @lru_cache(maxsize=8)

@@ -15,6 +15,8 @@ from qlass import UserError
 
 from . import catalogue, engine, expert
 
+TUNING = 400  # tasks
+
 
 class WebShopEnv(TextEnv):
     """WebShop on its own files or on the bundled catalogue (see engine.py).
@@ -25,10 +27,11 @@ class WebShopEnv(TextEnv):
     at its first start, where the one of its files can't be written (see store.py).
     human_goals: the instructions that people wrote. split_file: published splits by goal index; per_product: at most so
     many tasks of a product (both: catalogue.splits).
-    Task i is goal i. Other splits are by product, so that none is in two of them.
+    Task i is goal i. Other splits are by product, so that none is in two of them. Of the bundled catalogue's test tasks
+    TUNING are the split "tuning": the tiny preset was chosen on them too, so no result is played on them.
     """
 
-    name, unique_tasks, side_by_side = "webshop", True, 64
+    name, side_by_side = "webshop", 64
     prefix = "Observation:\n"
     max_steps, tree_steps, tree_depth = engine.MAX_STEPS, engine.MAX_STEPS, 3
     instruction = (
@@ -48,7 +51,7 @@ class WebShopEnv(TextEnv):
         goals: str | Path | None = None,
         title_nouns: str | Path | None = None,
         human_goals: bool = False,
-        split_file: str | Path | dict[str, str] | None = None,
+        split_file: str | Path | None = None,
         instruction: str | Path | None = None,
         per_product: float = math.inf,
         page_size: int = 0,
@@ -56,18 +59,16 @@ class WebShopEnv(TextEnv):
         seed: int = 0,
         max_steps: int | None = UNSET,
     ) -> None:
+        own_tasks = data or seed or human_goals or goals or split_file
         if data is None:
             self.max_steps = self.tree_steps = engine.BUNDLED_MAX_STEPS
-            self.demonstrations = 100
             page_size = page_size or engine.BUNDLED_PAGE_SIZE
             data = make_webshop.ensure(seed, writable(make_webshop.GENERATED))
         super().__init__(max_steps, instruction)
-        goals, cache = (path and Path(str(path)) for path in (goals, cache))
-        if page_size < 0:
-            raise UserError(f"webshop: page_size={page_size}: results on a page, or 0 for the shop's own")
-        page_size = page_size or engine.PAGE_SIZE
-        self.shop = engine.load(Path(data), goals, title_nouns, human_goals, seed, page_size, cache)
-        self.splits = catalogue.splits(self.shop.owners, self.shop.shares, split_file, per_product)
+        cache = Path(cache) if cache else None
+        self.shop = engine.load(Path(data), goals, title_nouns, human_goals, seed, page_size or engine.PAGE_SIZE, cache)
+        tuning = 0 if own_tasks else TUNING
+        self.splits = catalogue.splits(self.shop.owners, self.shop.shares, split_file, per_product, tuning)
         self.published = human_goals and split_file is not None
         self.index, self.session = 0, engine.Session()
 
@@ -131,9 +132,12 @@ class WebShopEnv(TextEnv):
         return self.shop.text(self.session, self.index), reward, bought, truncated, info
 
     def _info(self) -> dict[str, Any]:
-        clickables = list(self.shop.page(self.session).clickables)
-        info = {"task_id": str(self.index), "task": self.task}
-        return info | {"valid_actions": self.valid_actions(), "clickables": clickables}
+        return {
+            "task_id": str(self.index),
+            "task": self.task,
+            "valid_actions": self.valid_actions(),
+            "clickables": list(self.shop.page(self.session).clickables),
+        }
 
     def message(self, observation: str) -> str:
         """Without the reward, which the receipt states: no score of a step may read it there."""
@@ -153,10 +157,6 @@ class WebShopEnv(TextEnv):
 
     def restore(self, snapshot: tuple[int, engine.Session, int]) -> None:
         self.index, self.session, self.steps = snapshot
-
-    def score(self, asin: str, options: dict[str, str]) -> tuple[float, dict[str, Any]]:
-        """The reward that buying this product with these options would give, and its parts."""
-        return self.shop.score(self.index, self.shop.position(asin), tuple(options.values()))
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         """The best discounted final reward within the steps that are left (engine.Shop.value); for oracles only."""

@@ -125,16 +125,17 @@ class Purchase(NamedTuple):
 
     reward: float
     turns: int
-    asin: str
+    position: int  # of the product in the catalogue
     options: dict[str, str]  # name -> value
 
 
 def know(env: Any) -> Player:
     """Buy what pays best within the steps that are left; among equals the first that a shopper would see."""
     query, purchase = plan(env)
-    actions = [f"search[{query}]", *["click[next >]"] * purchase.turns, f"click[{purchase.asin.lower()}]"]
-    actions += [*(f"click[{value}]" for value in purchase.options.values()), "click[buy now]"]
-    for action in actions:
+    asin = env.shop.products[purchase.position].asin
+    actions = [f"search[{query}]", *["click[next >]"] * purchase.turns, f"click[{asin.lower()}]"]
+    actions += [f"click[{value}]" for value in purchase.options.values()]
+    for action in [*actions, "click[buy now]"]:
         yield say(env, action)
 
 
@@ -142,7 +143,7 @@ def plan(env: Any) -> tuple[str, Purchase]:
     """The search and the purchase. Searches come from the instruction; only where none of them finds all that the goal
     asks for, within the steps, the wanted product's title is searched, from its first words to the whole."""
     words = env.goal["name"].split()
-    suggested = [action[len("search[") : -1] for _, action in env.candidates()]
+    suggested = [action[7:-1] for _, action in env.candidates()]
     best = None
     for query in [*sorted(suggested, key=len), *(" ".join(words[:n]) for n in (4, 8, len(words)))]:
         purchase = cheapest_best(env, query)
@@ -157,35 +158,33 @@ def plan(env: Any) -> tuple[str, Purchase]:
 
 def cheapest_best(env: Any, query: str) -> Purchase | None:
     """The best purchase among a query's results; of equal ones that with the fewest turns, then the highest place."""
-    bounds, best = [], None
+    best, clicks = None, 0
     for place, position in enumerate(env.shop.search(query)):
         turns = place // env.shop.page_size
         budget = env.left - turns - 3  # beside the search, the click on the product and the purchase
-        if budget >= 0:
-            product = env.shop.products[position]
-            reward, parts = env.score(product.asin, {})
-            most = reward + parts["r_type"] * parts["w_option"]
-            bounds.append((-most, turns, place, budget, product.asin, position))
-    for bound, turns, _, budget, asin, position in sorted(bounds):
-        if best and -bound <= best.reward:
+        if budget < 0:
             break
-        reward, options = choose_options(env, asin, position, budget)
-        if best is None or (reward, -turns) > (best.reward, -best.turns):
-            best = Purchase(reward, turns, asin, options)
-    return best
+        rewards = env.shop.rewards(env.index, position)
+        reward = rewards[min(budget, len(rewards) - 1)]
+        if best is None or reward > best.reward:
+            best, clicks = Purchase(reward, turns, position, {}), budget
+    return best and best._replace(options=choose_options(env, best.position, clicks))
 
 
-def choose_options(env: Any, asin: str, position: int, budget: int) -> tuple[float, dict[str, str]]:
-    """The options that raise the reward most, one by one, at most `budget` of them; and the reward with them."""
+def choose_options(env: Any, position: int, budget: int) -> dict[str, str]:
+    """The options that raise the reward most, one by one, at most `budget` of them."""
     page = env.shop.item(position)
     offered = [page.clickables[action[6:-1]] for _, action in page.candidates]
     values = [change["option"] for change in offered if "option" in change]
     chosen: dict[str, str] = {}
-    reward = env.score(asin, chosen)[0]
+    reward, _ = env.shop.score(env.index, position, ())
     for _ in range(budget):
-        raised = [(env.score(asin, chosen | {name: value})[0], {name: value}) for name, value in values]
-        more, choice = max(raised, key=lambda pair: pair[0], default=(0.0, {}))
-        if more <= reward:
+        raised = []
+        for name, value in values:
+            more = {**chosen, name: value}
+            raised.append((env.shop.score(env.index, position, tuple(more.values()))[0], more))
+        best, more = max(raised, key=lambda pair: pair[0], default=(0.0, {}))
+        if best <= reward:
             break
-        reward, chosen = more, chosen | choice
-    return reward, chosen
+        reward, chosen = best, more
+    return chosen

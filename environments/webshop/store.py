@@ -43,7 +43,8 @@ class Texts(Sequence[str]):
     """Strings in a mapped file; `ends` (n + 1,) says where each begins and ends."""
 
     def __init__(self, path: Path) -> None:
-        self.bytes, self.ends = np.memmap(path, mode="r").view(np.ndarray), mapped(f"{path}.npy")
+        self.bytes = np.memmap(path, mode="r").view(np.ndarray)
+        self.ends = mapped(f"{path}.npy")
         self.find = lru_cache(1 << 16)(self._find)
 
     def __len__(self) -> int:
@@ -92,32 +93,48 @@ class Store:
     """
 
     def __init__(self, folder: Path, kind: str, seed: int) -> None:
-        texts = (Texts(folder / name) for name in ("products", "asins", "words", kind))
-        self.texts, self.asins, words, self.rows = texts
+        self.texts = Texts(folder / "products")
+        self.asins = Texts(folder / "asins")
+        self.rows = Texts(folder / kind)
         arrays = {path.stem: mapped(path) for path in folder.glob("*.npy")}
-        self.by_asin, self.shares, ranges = arrays["by_asin"], arrays["shares"], arrays["prices"]
-        self.of, self.ends, self.order = (arrays[f"{kind}.{name}"] for name in ("of", "ends", "order"))
-        self.index = search.SearchIndex(len(self.texts), words.find, **{name: arrays[name] for name in search.ARRAYS})
+        self.by_asin = arrays["by_asin"]
+        self.shares = arrays["shares"]
+        self.of = arrays[f"{kind}.of"]
+        self.ends = arrays[f"{kind}.ends"]
+        self.order = arrays[f"{kind}.order"]
+        index = {name: arrays[name] for name in search.ARRAYS}
+        self.index = search.SearchIndex(len(self.texts), Texts(folder / "words").find, **index)
         self.error = json.loads((folder / "errors.json").read_bytes()).get(kind)
-        rng, self.prices = random.Random(seed), array("d", ranges[:, 0].tobytes())
-        for i in np.flatnonzero(~np.isnan(ranges[:, 1])).tolist():
-            self.prices[i] = rng.uniform(*ranges[i].tolist())
+        rng = random.Random(seed)
+        self.prices = draw_prices(arrays["prices"], rng)
         self.limits = array("d", (catalogue.draw_limit(self.prices[i], rng) for i in self.of.tolist()))
         self.owners = np.repeat(self.of, np.diff(self.ends, prepend=0))[self.order]
-        self.products, self.goals = Lazy(len(self.texts), self.product), Lazy(len(self.order), self.goal)
+        self.products = Lazy(len(self.texts), self.product)
+        self.goals = Lazy(len(self.order), self.goal)
 
     def product(self, i: int) -> Product:
         return Product(*json.loads(self.texts[i]))
 
     def goal(self, i: int) -> dict:
-        row = int(np.searchsorted(self.ends, self.order[i], "right"))
-        number = int(self.order[i] - (self.ends[row - 1] if row else 0))
+        place = self.order[i]
+        row = int(np.searchsorted(self.ends, place, "right"))
+        number = int(place - (self.ends[row - 1] if row else 0))
+        text, attributes, options = json.loads(self.rows[row])
         product = self.products[int(self.of[row])]
-        return catalogue.make_goal(product, *json.loads(self.rows[row]), self.limits[row], number)
+        return catalogue.make_goal(product, text, attributes, options, self.limits[row], number)
 
     def position(self, asin: str) -> int | None:
         rank = self.asins.find(asin)
         return None if rank is None else int(self.by_asin[rank])
+
+
+def draw_prices(ranges: np.ndarray, rng: random.Random) -> array:
+    """ranges (n, 2): a price and nan, or both ends of a range, from which one is drawn."""
+    prices = array("d", ranges[:, 0].tobytes())
+    for i in np.flatnonzero(~np.isnan(ranges[:, 1])).tolist():
+        low, high = ranges[i].tolist()
+        prices[i] = rng.uniform(low, high)
+    return prices
 
 
 def open_store(
@@ -132,7 +149,8 @@ def open_store(
             return Store(Path(draft), kind, seed)  # what is mapped stays when its name is gone
     parent = sources[0].parent if cache is None else cache
     name = f"{zlib.crc32(bytes(folder.resolve())):08x}-{'all' if first is None else first}"
-    kept, note = parent / f".webshop-{name}", fingerprint(sources)  # hidden: it is no part of the data
+    kept = parent / f".webshop-{name}"  # hidden: it is no part of the data
+    note = fingerprint(sources)
     try:
         parent.mkdir(parents=True, exist_ok=True)
         if not is_made(kept, note):
@@ -152,8 +170,9 @@ def fingerprint(sources: Sequence[Path]) -> str:
     """Of the sources size, time and 64 blocks of bytes; and the code, since a store is no better than its cleaning."""
     code = (Path(__file__), Path(catalogue.__file__), Path(search.__file__))
     lines = [hashlib.blake2b(b"".join(path.read_bytes() for path in code)).hexdigest()]
+    block = 1 << 16
     for path in sources:
-        size, block, sample = path.stat().st_size, 1 << 16, hashlib.blake2b()
+        size, sample = path.stat().st_size, hashlib.blake2b()
         with open(path, "rb") as file:
             for number in range(64):
                 file.seek(max(0, size - block) * number // 63)
@@ -162,54 +181,82 @@ def fingerprint(sources: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
+class Rows:
+    """The rows of goals of one kind of instruction in the making, as of Store."""
+
+    def __init__(self, kind: str, instructions: dict) -> None:
+        self.make, self.instructions = ROWS[kind], instructions
+        self.texts: list[str] = []
+        self.of, self.counts = array("i"), array("q")
+        self.error: str | None = None  # it harms those alone who ask for this kind
+
+    def add(self, product: Product, position: int) -> None:
+        try:
+            for *row, count in self.make(product, self.instructions):
+                self.texts.append(json.dumps(row))
+                self.of.append(position)
+                self.counts.append(count)
+        except OFF_SCHEMA as error:
+            self.error = self.error or f"an instruction is not in WebShop's schema ({error!r})"
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        order = list(range(sum(self.counts)))
+        random.Random(233).shuffle(order)  # the original's order: fixed whatever the prices
+        return {
+            "of": np.array(self.of, np.int32),
+            "order": np.array(order, np.int32),
+            "ends": np.cumsum(self.counts, dtype=np.int64),
+        }
+
+
+def products_of(source: Path, synthetic: dict, first: int | None, quiet: bool) -> Iterator[Product]:
+    """The products of a file, each asin once. synthetic: the records of generated instructions, with attributes."""
+    seen = set()
+    for number, record in enumerate(islice(catalogue.stream(source, quiet), first)):
+        try:
+            asin = record["asin"]
+            if asin != "nan" and len(asin) <= 10 and asin not in seen:
+                attributes = synthetic.get(asin, {}).get("attributes", ["DUMMY_ATTR"])
+                product = catalogue.clean(record, attributes)
+                seen.add(asin)
+                yield product
+        except OFF_SCHEMA as error:
+            message = f"{source}: product number {number} is not in WebShop's schema ({error!r})"
+            raise UserError(message) from None
+
+
 def build(sources: tuple[Path, Path, Path], draft: Path, first: int | None = None, quiet: bool = False) -> None:
     """Write a store: products and rows of goals as texts, the rest as arrays."""
-    instructions = dict(zip(ROWS, map(catalogue.read_object, sources[1:]), strict=True))
+    source, *instructions = sources
+    rows = {kind: Rows(kind, catalogue.read_json(path)) for kind, path in zip(ROWS, instructions, strict=True)}
     position: dict[str, int] = {}
-    indexer, prices, errors = search.Indexer(), array("d"), {}
-    rows: dict[str, tuple[list[str], array, array]] = {kind: ([], array("i"), array("q")) for kind in ROWS}
+    prices = array("d")
+    indexer = search.Indexer()
 
-    def add(product: Product) -> str:
-        prices.extend([*product.prices, math.nan][:2])
-        indexer.add(product.document)
-        for kind, make in ROWS.items():
-            try:
-                for *row, count in make(product, instructions[kind]):
-                    for part, value in zip(rows[kind], (json.dumps(row), position[product.asin], count), strict=True):
-                        part.append(value)
-            except OFF_SCHEMA as error:  # it harms those alone who ask for this kind
-                errors.setdefault(kind, f"an instruction is not in WebShop's schema ({error!r})")
-        return json.dumps([getattr(product, name) for name in Product.__slots__])
+    def texts() -> Iterator[str]:
+        for product in products_of(source, rows["synthetic"].instructions, first, quiet):
+            number = position[product.asin] = len(position)
+            prices.extend([*product.prices, math.nan][:2])
+            indexer.add(product.document)
+            for one in rows.values():
+                one.add(product, number)
+            yield json.dumps([getattr(product, name) for name in Product.__slots__])
 
-    def products() -> Iterator[str]:
-        for number, record in enumerate(islice(catalogue.stream(sources[0], quiet), first)):
-            try:
-                asin = record["asin"]
-                if asin == "nan" or len(asin) > 10 or asin in position:
-                    continue
-                instruction = instructions["synthetic"].get(asin, {})
-                product = catalogue.clean(record, instruction.get("attributes", ["DUMMY_ATTR"]))
-            except OFF_SCHEMA as error:
-                message = f"{sources[0]}: product number {number} is not in WebShop's schema ({error!r})"
-                raise UserError(message) from None
-            position[asin] = len(position)
-            yield add(product)
-
-    write(draft / "products", products())
-    instructions.clear()
+    write(draft / "products", texts())
+    for made in rows.values():
+        made.instructions.clear()  # a large catalogue's are as large as all that follows
     asins = sorted(position)
     by_asin = np.array([position[asin] for asin in asins], np.int32)  # equal scores: by asin
     words, arrays = indexer.finish(np.argsort(by_asin).astype(np.int32))
-    shares = np.array([zlib.crc32(asin.encode()) % 100 for asin in position], np.uint8)
-    arrays |= {"by_asin": by_asin, "shares": shares, "prices": np.array(prices).reshape(-1, 2)}
-    for kind, (texts, of, counts) in rows.items():
-        write(draft / kind, texts)
-        order = list(range(sum(counts)))
-        random.Random(233).shuffle(order)  # the original's order: fixed whatever the prices
-        arrays |= {f"{kind}.of": np.array(of, np.int32), f"{kind}.order": np.array(order, np.int32)}
-        arrays[f"{kind}.ends"] = np.cumsum(counts, dtype=np.int64)
+    arrays["by_asin"] = by_asin
+    arrays["shares"] = np.array([zlib.crc32(asin.encode()) % 100 for asin in position], np.uint8)
+    arrays["prices"] = np.array(prices).reshape(-1, 2)
+    for kind, made in rows.items():
+        write(draft / kind, made.texts)
+        arrays |= {f"{kind}.{name}": content for name, content in made.arrays().items()}
     for name, content in arrays.items():
         np.save(draft / f"{name}.npy", content)
     write(draft / "asins", asins)
     write(draft / "words", words)
+    errors = {kind: made.error for kind, made in rows.items()}
     (draft / "errors.json").write_text(json.dumps(errors))

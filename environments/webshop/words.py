@@ -9,8 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from qlass import UserError
-
 from .catalogue import read_json
 
 COLOR_WORDS = """
@@ -76,14 +74,9 @@ def noun_finder(source: str | Path | None) -> Any:
         return lambda product: rule_nouns(product.title)
     kind, _, model = str(source).partition(":")
     if kind == "spacy":
-        try:
-            import spacy
+        import spacy
 
-            tag = spacy.load(model, exclude=["parser", "ner", "lemmatizer"])
-        except (ImportError, OSError) as error:
-            raise UserError(f"title_nouns={source}: {error}") from None
+        tag = spacy.load(model, exclude=["parser", "ner", "lemmatizer"])
         return lambda product: [t.text.lower() for t in tag(product.title) if t.pos_ in ("NOUN", "PROPN")]
     recorded = read_json(Path(source))
-    if not isinstance(recorded, dict) or not all(isinstance(nouns, list) for nouns in recorded.values()):
-        raise UserError(f"{source}: {{asin: [noun, ...]}} is expected")
     return lambda product: recorded[product.asin] if product.asin in recorded else rule_nouns(product.title)
