@@ -1,11 +1,12 @@
 """Learners, searches and studies beside the paper's methods. Each is a module with a command line."""
 
+import dataclasses
 import sys
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 import envs
-from qlass.batching import Models, drive
+from qlass.batching import Models, Request, drive
 
 if not hasattr(envs, "TextEnv"):  # `python -m` looks for modules where it is started first
     print(f"error: {envs.__file__} hides our module envs: rename it, or start elsewhere", file=sys.stderr)
@@ -25,3 +26,20 @@ def drive_in_order(players: Iterable[Coroutine], models: Models, width: int = 64
         while following in early:
             yield early.pop(following)
             following += 1
+
+
+@dataclasses.dataclass(frozen=True)
+class All(Request[list]):
+    """Several requests of one type, answered at once: `models[All] = several(models[TYPE])`. A subclass a type."""
+
+    requests: tuple[Request, ...]
+
+
+def several(model: Callable[[list], list]) -> Callable[[list[All]], list[list]]:
+    """What answers `All` requests, from what answers each one of theirs."""
+
+    def answer(batches: list[All]) -> list[list]:
+        replies = iter(model([request for batch in batches for request in batch.requests]))
+        return [[next(replies) for _ in batch.requests] for batch in batches]
+
+    return answer

@@ -1,18 +1,19 @@
-"""How fast each part is, side by side with the plain way of doing the same, in one run.
+"""How fast each part is, side by side with what one would take without it, in one run.
 
     python -m experiments.bench                     # all: sampling, trees, qnet, webshop, alfworld
     python -m experiments.bench --only sampling qnet
 
-The plain way of a model is one sequence at a time (--plain of the stages); ours is qlass/fast/. The ratio says how many
-times more is done a second, or how many times less is used. Seconds are CPU time of one thread.
+The ratio says how many times more is done a second, or how many times less is used. Seconds are CPU time of one thread.
 
-    sampling  candidates of episodes side by side, behind short and long prompts. Both ways take turns, --repeats
-              times: the ratio is the median, its range behind it
-    trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, and its tokens
-    qnet      training on these trees, forward and backward, and the tokens that their values take
-    webshop   steps of a random shopper through fresh tasks, text and valid actions of each page included. Plain: what
-              Princeton's engine does on its own 1,000 products, a recorded figure (--webshop-data names those files)
-    alfworld  loads and steps of random walks. Plain: TextWorld, where requirements-alfworld.txt is installed
+    sampling  candidates of episodes side by side: free text behind short and long prompts, and valid actions. Beside
+              it transformers' `generate` of the same batch. Both take turns, --repeats times: the ratio is the median,
+              its range behind it
+    trees     exploration trees on the bundled WebShop with a tiny Llama of random weights. Beside it one sequence at a
+              time (--plain of the stages)
+    qnet      training on these trees, forward and backward, and the tokens that their values take. Beside it --plain
+    webshop   steps of a random shopper through fresh tasks, text and valid actions of each page included. Beside it
+              what Princeton's engine does on its own 1,000 products, a recorded figure (--webshop-data names those)
+    alfworld  steps of random walks. Beside it TextWorld, where requirements-alfworld.txt is installed
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -35,13 +36,12 @@ from build_trees import Explorer
 from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
 from experiments import drive_in_order
-from qlass import UserError
+from qlass import UserError, models
 from qlass.batching import Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import demonstrate
 from qlass.fast.decode import FastPolicy
 from qlass.messages import State, react
-from qlass.models import load as load_model
 from qlass.pairs import Pairs, pairs_of
 from qlass.policy import Policy
 from qlass.settings import Sampling, parse, run_stage
@@ -51,6 +51,7 @@ from train_qnet import QNet, loss_of, parts_of, scorer
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 TEXT = 17  # tokens of a demonstration's mean action
+N = 4  # candidates
 
 
 Part = Literal["sampling", "trees", "qnet", "webshop", "alfworld"]
@@ -62,16 +63,16 @@ class Config:
     model: str | None = None  # checkpoint of `sampling` (a tiny random Llama)
     repeats: int = 3  # of `sampling`
     webshop_data: str | None = None  # WebShop's own files (the bundled catalogue)
-    alfworld_data: str | None = None  # ALFWorld's games ($ALFWORLD_DATA, else bundled ones)
+    alfworld_data: str | None = None  # ALFWorld's games (bundled ones)
 
 
-def line(name: str, plain: float | None, ours: float, unit: str, spread: tuple[float, ...] = ()) -> str:
-    """plain: None if there is nothing to compare with. unit: with "/" a rate, else a cost. spread: of the ratio."""
-    text = f"{name:60} {plain:>10,.4g} -> " if plain else f"{name:60} {'':14}"
-    text += f"{ours:>10,.4g} {unit:8}"
-    if plain:
-        text += f"{ours / plain if '/' in unit else plain / ours:8,.1f}x"
-    return text + (f" ({spread[0]:.1f} to {spread[1]:.1f})" if spread else "")
+def line(name: str, other: float | None, ours: float, unit: str, spread: Sequence[float] = ()) -> str:
+    """other: None if there is nothing to compare with. unit: with "/" a rate, else a cost. spread: of the ratio."""
+    if other is None:
+        return f"{name:60} {'':14}{ours:>10,.4g} {unit}"
+    ratio = ours / other if "/" in unit else other / ours
+    text = f"{name:60} {other:>10,.4g} -> {ours:>10,.4g} {unit:8}{ratio:8,.1f}x"
+    return f"{text} ({min(spread):.1f} to {max(spread):.1f})" if spread else text
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -80,15 +81,51 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - started, result
 
 
-def rounds_of(
-    env: envs.TextEnv, chat: Chat, episodes: int, skip: int, steps: int = 3, n: int = 4
-) -> list[list[Sample]]:
+# ------------------------------------------------------------------------------------------------------------- sampling
+
+
+class Generate:
+    """The same candidates by transformers' `generate`, which reads all prompts of a batch at once."""
+
+    def __init__(self, model: Any, chat: Chat) -> None:
+        self.model, self.chat = model, chat
+
+    def sample(self, requests: list[Sample]) -> list[str]:
+        tokenizer = self.chat.tokenizer
+        prompts = {"input_ids": [self.chat.prompt(request.state) for request in requests]}
+        inputs = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
+        ends = sorted(self.chat.stop_ids)
+        options: dict[str, Any] = {"max_new_tokens": TEXT, "eos_token_id": ends, "pad_token_id": ends[0]}
+        width = inputs["input_ids"].shape[1]
+        if requests[0].valid:
+            allowed, longest = self.valid_tokens(requests, width)
+            options |= {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": longest}
+        ids = self.model.generate(**inputs, **options, do_sample=True, top_k=0, num_return_sequences=N)
+        return tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
+
+    def valid_tokens(self, requests: list[Sample], width: int) -> tuple[Callable, int]:
+        """What may follow the tokens of a row, so that it becomes a valid action; the longest action's tokens."""
+        actions = []
+        for request in requests:
+            actions.append([self.chat.action(text, request.state.task) for text in request.valid])
+
+        def allowed(row: int, ids: torch.Tensor) -> list[int]:
+            written = ids[width:].tolist()
+            n = len(written)
+            following = {action[n] for action in actions[row // N] if action[:n] == written and len(action) > n}
+            return list(following) or [self.chat.stop_id]  # the row has ended
+
+        return allowed, max(map(len, itertools.chain(*actions)))
+
+
+def rounds_of(env: envs.TextEnv, chat: Chat, episodes: int, skip: int, steps: int = 3) -> list[list[Sample]]:
     """What the steps of episodes side by side ask after the first `skip`, of a player who moves at random."""
-    rng, rounds = random.Random(0), [[] for _ in range(skip + steps)]
+    rng = random.Random(0)
+    rounds: list[list[Sample]] = [[] for _ in range(skip + steps)]
     for task in env.task_ids("train")[:episodes]:
         state = State.first(env, *env.reset(options={"task_id": task}))
         for step, requests in enumerate(rounds):
-            requests.append(ask(env, state, n, (task, step), chat.rendering, 1.0))
+            requests.append(ask(env, state, N, (task, step), chat.rendering, 1.0))
             action = rng.choice([a for a in env.valid_actions() if "Buy" not in a])
             state, _, done = state.act(env, react("", action))
             if done:
@@ -96,33 +133,38 @@ def rounds_of(
     return rounds[skip:]
 
 
-def sampling(name: str, rounds: list[list[Sample]], model: Any, chat: Chat, repeats: int) -> Iterator[str]:
-    """The plain way answers the first request of each round."""
-    tokens = sum(len(chat.prompt(r.state)) for r in itertools.chain(*rounds)) // sum(map(len, rounds))
-    ways = {Policy: [requests[:1] for requests in rounds], FastPolicy: rounds}
-    rates: dict[type[Policy], list[float]] = {way: [] for way in ways}
+def sampling(name: str, rounds: list[list[Sample]], model: Any, chat: Chat, repeats: int) -> str:
+    requests = list(itertools.chain(*rounds))
+    tokens = sum(len(chat.prompt(request.state)) for request in requests) // len(requests)
+    rates: dict[type, list[float]] = {Generate: [], FastPolicy: []}
     for _ in range(repeats):
-        for way, groups in ways.items():
-            seconds, _ = timed(partial(list, map(way(model, chat).sample, groups)))
-            rates[way].append(sum(r.n for requests in groups for r in requests) / seconds)
-    plain, fast = rates.values()
-    ratios = [ours / theirs for ours, theirs in zip(fast, plain, strict=True)]
-    middle = statistics.median(plain), statistics.median(fast)
-    yield line(f"{name}, {tokens:,} tokens", *middle, "texts/s", (min(ratios), max(ratios)))
+        for way, measured in rates.items():
+            seconds, _ = timed(lambda way=way: list(map(way(model, chat).sample, rounds)))
+            measured.append(N * len(requests) / seconds)
+    ratios = [ours / other for other, ours in zip(*rates.values(), strict=True)]
+    other, ours = map(statistics.median, rates.values())
+    return line(f"{name}, {tokens:,} tokens", other, ours, "texts/s", ratios)
 
 
 def three_cases(path: str | None, data: str | None, repeats: int) -> Iterator[str]:
-    lake, shop = envs.make("frozenlake"), envs.make("webshop", data=data)
-    cases = ("free text, FrozenLake", lake, 16, 0), ("free text, WebShop", shop, 8, 4)
-    for name, env, episodes, skip in (*cases, ("valid actions, WebShop", shop, 8, 4)):
+    lake = envs.make("frozenlake")
+    shop = envs.make("webshop", data=data)
+    for name, env, skip in (
+        ("free text, FrozenLake", lake, 0),
+        ("free text, WebShop", shop, 4),
+        ("valid actions, WebShop", shop, 4),
+    ):
         candidates = name.split()[0]
         if path:
-            model, chat = load_model(path, Sampling(plain=True))
-            episodes //= 8
+            model, chat = models.load(path, Sampling(plain=True))
         else:
             model, chat = random_agent(env, candidates)
         chat = Chat(chat.tokenizer, Rendering(candidates=candidates, max_new_tokens=TEXT, stop=()), chat.context)
-        yield from sampling(name, rounds_of(env, chat, episodes, skip), model, chat, repeats)
+        rounds = rounds_of(env, chat, 2 if path else 16, skip)
+        yield sampling(name, rounds, model, chat, repeats)
+
+
+# ------------------------------------------------------------------------------------------------- trees and their QNet
 
 
 def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -> list[list[dict]]:
@@ -135,8 +177,8 @@ def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -
 
 def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:
     torch.manual_seed(0)
-    demonstrations = [demonstrate(env, t) for t in env.task_ids("train")[:30]]
-    model, tokenizer = tiny_model(m["content"] for d in demonstrations for m in d["messages"])
+    demonstrations = [demonstrate(env, task) for task in env.task_ids("train")[:30]]
+    model, tokenizer = tiny_model(turn["content"] for line in demonstrations for turn in line["messages"])
     return model, Chat(tokenizer, Rendering(**AIDS | {"candidates": candidates, "max_new_tokens": TEXT}))
 
 
@@ -146,23 +188,19 @@ def trees(n: int = 64, few: int = 4) -> Iterator[str]:
     tasks = env.task_ids("train")[100 : 100 + n]
     for candidates, actions in ("free", "actions written freely"), ("valid", "actions among the valid ones"):
         model, chat = random_agent(env, candidates)
-        plain, ours = Policy(model, chat), FastPolicy(model, chat)
-        slow, expected = timed(partial(grow, env, tasks[:few], plain, 1))
+        slow, expected = timed(partial(grow, env, tasks[:few], Policy(model, chat), 1))
         fast, grown = timed(partial(grow, env, tasks, FastPolicy(model, chat)))
-        if grow(env, tasks[:few], ours) != expected:
-            raise AssertionError("other trees")
         rates = sum(map(len, expected)) / slow, sum(map(len, grown)) / fast
         yield line(f"exploration trees, {actions}", *rates, "nodes/s")
-        yield line(f"the same, {few} trees", plain.computed, ours.computed, "tokens")
 
 
 def epoch(net: QNet, trees: list[Pairs], plain: bool) -> int:
     """Leaves the gradient of all pairs in the net. Returns the tokens that went through it."""
     config = train_qnet.Config(plain=plain, max_tokens=1024)
-    groups = [part for tree in trees for part in parts_of(net.chat, tree, config)]
-    for portion in micro_batches(groups, lambda group: group.tokens, 1 if plain else 2048):
+    parts = [part for tree in trees for part in parts_of(net.chat, tree, config)]
+    for portion in micro_batches(parts, lambda part: part.tokens, 1 if plain else 2048):
         loss_of(net, portion, config).backward()
-    return sum(group.tokens for group in groups)
+    return sum(part.tokens for part in parts)
 
 
 def qnet(n: int = 2) -> Iterator[str]:
@@ -171,7 +209,8 @@ def qnet(n: int = 2) -> Iterator[str]:
     grown = grow(env, env.task_ids("train")[100 : 100 + n], FastPolicy(model, chat))
     pairs = [pairs_of(label(tree, "q", 0.9)) for tree in grown]
     net = QNet(model.model, chat)
-    (slow, read), (fast, computed) = (timed(partial(epoch, net, pairs, plain)) for plain in (True, False))
+    slow, read = timed(partial(epoch, net, pairs, True))
+    fast, computed = timed(partial(epoch, net, pairs, False))
     yield line("QNet, tokens of an epoch", read, computed, "tokens")
     yield line("QNet, time of an epoch", slow, fast, "s")
     ours = scorer(net)
@@ -179,32 +218,40 @@ def qnet(n: int = 2) -> Iterator[str]:
     yield line("values of these trees' nodes", read, ours.cache.computed, "tokens")
 
 
+# -------------------------------------------------------------------------------------------------------- environments
+
+
 def webshop(data: str | None, seconds: float = 5) -> Iterator[str]:
     """A shopper who clicks at random, through one task after the other: the searches are new ones."""
-    env, rng = envs.make("webshop", data=data), random.Random(0)
-    steps, done, tasks = 0, True, itertools.cycle(env.task_ids("all"))
+    env = envs.make("webshop", data=data)
+    rng = random.Random(0)
+    tasks = itertools.cycle(env.task_ids("all"))
+    steps = 0
+    done = True
     started = time.process_time()
     while (spent := time.process_time() - started) < seconds:
         if done:
             _, info = env.reset(options={"task_id": next(tasks)})
         _, _, bought, out_of_steps, info = env.step(rng.choice(info["valid_actions"]))
-        steps, done = steps + 1, bought or out_of_steps
+        done = bought or out_of_steps
+        steps += 1
     name = f"WebShop, {len(env.shop.products):,} products of {data or 'the bundled catalogue'}"
     yield line(name, WEBSHOP_RECORDED if data else None, steps / spent, "steps/s")
 
 
 def random_walk(game: Any, steps: int, rng: random.Random) -> list[str]:
     """Commands that can be given one after the other."""
-    state, commands = game.start, []
+    state = game.start
+    commands: list[str] = []
     while len(commands) < steps and not state.won:
         commands.append(rng.choice(sorted(state.commands)))
         state, _ = game.step(state, commands[-1])
     return commands
 
 
-def speeds(kind: Callable[[Any], Any], paths: list[Any], walks: list[list[str]]) -> tuple[float, float]:
-    """Games loaded a second, and steps of these walks, whose next commands are listed."""
-    loading, games = timed(lambda: [kind(path) for path in paths])
+def steps_per_second(kind: Callable[[Any], Any], paths: list[Any], walks: list[list[str]]) -> float:
+    """Of these walks, whose next commands are listed."""
+    games = [kind(path) for path in paths]
 
     def walk() -> None:
         for game, commands in zip(games, walks, strict=True):
@@ -213,20 +260,21 @@ def speeds(kind: Callable[[Any], Any], paths: list[Any], walks: list[list[str]])
                 state, _ = game.step(state, command)
                 sorted(state.commands)
 
-    return len(paths) / loading, sum(map(len, walks)) / timed(walk)[0]
+    seconds, _ = timed(walk)
+    return sum(map(len, walks)) / seconds
 
 
 def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) -> Iterator[str]:
     """The first `plain` of `n` games on TextWorld too."""
-    env, rng = envs.make("alfworld", data=data), random.Random(0)
+    env = envs.make("alfworld", data=data)
+    rng = random.Random(0)
     paths = [env.games.path(task) for task in random.Random(0).sample(env.task_ids("train"), n)]
     walks = [random_walk(load(path), steps, rng) for path in paths]
-    ours, theirs = speeds(load, paths, walks), (None, None)
+    theirs = None
     with contextlib.suppress(UserError):  # not installed
-        theirs = speeds(TextWorldGame, paths[:plain], walks[:plain])
+        theirs = steps_per_second(TextWorldGame, paths[:plain], walks[:plain])
     where = f"ALFWorld, games of {data}" if data else "ALFWorld, bundled games"
-    yield line(f"{where}, loaded", theirs[0], ours[0], "games/s")
-    yield line(f"{where}, played", theirs[1], ours[1], "steps/s")
+    yield line(where, theirs, steps_per_second(load, paths, walks), "steps/s")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A chat model behind a server in the place of a `Policy`, for judges and rewordings."""
+"""A chat model behind a server in the place of a `Policy`: a judge of experiments/qval."""
 
 import math
 

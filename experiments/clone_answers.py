@@ -23,6 +23,7 @@ from qlass import demonstrations, models
 from qlass.chat import Chat
 from qlass.demonstrations import Demonstration
 from qlass.messages import State
+from qlass.outputs import Inputs, checkpoint
 from qlass.policy import QUESTION, Policy
 from qlass.settings import read, run_stage
 from qlass.training import Training
@@ -92,16 +93,21 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_config(config)
     path = config.expert or demonstrations.collect(env, config)
     expert = demonstrations.read(path, env, config.n_expert)
+    inputs: Inputs = {"expert": path}
+    start = None
+    if config.model != "tiny":
+        start = inputs["model"] = checkpoint(config.model)
     out = config.out or config.run / "sft"
-    log = Training(out, config, env.settings, {"expert": path})
+    log = Training(out, config, env.settings, inputs)
     if log.complete:
         return
-    model, chat = sft.load(config, env, expert)
+    model, chat = sft.load(config, env, expert, start)
     limit = int(min(config.max_tokens, chat.context))
-    parts = sft.hold_out(expert)
-    learned = list(examples_of(chat, parts[0], limit, config.observation_loss))
+    learned, held_out = sft.hold_out(expert)
+    examples = list(examples_of(chat, learned, limit, config.observation_loss))
+    validation = list(sft.examples_of(chat, held_out, limit))
     adapter = models.prepare_training(model, config)
-    sft.train(model, learned, list(sft.examples_of(chat, parts[1], limit)), config, log, loss_of)
+    sft.train(model, examples, validation, config, log, loss_of)
     log.load_best()
     log.finish(
         lambda: models.save(model, chat, out, config, adapter),

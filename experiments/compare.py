@@ -1,30 +1,27 @@
 """All methods side by side: those of q_search.py, the environment's own players, and oracles, which see the reward.
 
     python -m experiments.compare --env webshop --skip 400 --limit 0    # --method all
-    python -m experiments.compare --env webshop --method greedy qlass -M 2 4 --paraphrase 0
+    python -m experiments.compare --env webshop --skip 400 --method greedy qlass -M 2 4
 
     rule, expert, oracle   the environment's own players: a rule without learning; the expert; one that knows all
     oracle_step            of M candidates the one behind which most can be reached (TextEnv.optimal_value)
-    oracle_belief          the same on average over eight worlds that agree with what was seen, not in the true one
     oracle_lookahead       QLASS, but the true reward where a candidate ends the episode, as the released code has it
     untried_likeliest, untried_qlass    these searches, but candidates untried since the last new page come first
     all                    players, oracle_step and q_search.py's methods, with M = N, so that equal numbers are drawn
 
-Result lines are q_search.py's; `player` names the rule. With --paraphrase each candidate is sampled under its own
-wording of the task (App. A.3.2, experiments/paraphrase.py).
+Result lines are q_search.py's; `player` names the rule. With --paraphrase-server each candidate is sampled under its
+own wording of the task (App. A.3.2, experiments/paraphrase.py).
 """
 
 import dataclasses
 import math
-from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
 import envs
 import q_search
-from experiments.belief import imagine
-from experiments.paraphrase import paraphrased, prompt_tokens
+from experiments import paraphrase
 from q_search import Method, methods_of
 from qlass import UserError
 from qlass.batching import Sample, Score
@@ -34,10 +31,9 @@ from qlass.results import Episode, Step, describe
 from qlass.settings import read, run_stage, runtime
 
 PLAYERS = ("rule", "expert", "oracle")
-# By what they score, where the episode goes on, and in how many drawn worlds (0: in the true one).
-ORACLES = {"oracle_step": ("truth", 0), "oracle_belief": ("truth", 8), "oracle_lookahead": ("q", 0)}
+ORACLES = {"oracle_step": "truth", "oracle_lookahead": "q"}  # what scores where the episode goes on
 UNTRIED = {"untried_likeliest": "likeliest", "untried_qlass": "qlass"}
-Searches = Literal["oracle_step", "oracle_belief", "oracle_lookahead", "untried_likeliest", "untried_qlass"]
+Searches = Literal["oracle_step", "oracle_lookahead", "untried_likeliest", "untried_qlass"]
 Name = Literal[q_search.Name, Searches, "rule", "expert", "oracle", "all"]
 
 
@@ -47,17 +43,7 @@ class Config(q_search.Config):
 
     method: tuple[Name, ...] = runtime(("all",))  # one or more of the table above
     M: Annotated[tuple[int, ...], arg(aliases=["-M"])] = runtime(())  # candidates (2; with all: 2 4 6)
-    paraphrase: int | None = None  # wordings of a task, one for each candidate (0: all different)
-    paraphrase_server: str | None = None  # a chat server that words tasks, in place of rules
-
-
-def refuse_unused(config: q_search.Config, *names: str) -> None:
-    """UserError for a flag of q_search.py's that a search has no use for."""
-    defaults = {field.name: field.default for field in dataclasses.fields(q_search.Config)}
-    for name in names:
-        if getattr(config, name) != defaults[name]:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag}: this search has no use for it; leave it out")
+    paraphrase_server: str | None = None  # a chat server that words the task anew for each candidate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,28 +63,26 @@ class Variant(Method):
     def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:
         outcome = super().outcome(chat, best, episodes)
         if self.looks:
-            outcome["env_steps"] += sum(len(step.candidates) for steps in episodes for step in steps)
+            for steps in episodes:
+                outcome["env_steps"] += sum(len(step.candidates) for step in steps)
         return outcome
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"player": self.player}
+        return super().settings() | {"player": self.player or ""}
 
     def __str__(self) -> str:
         name = f"{self.name}:{self.player}" if self.player else self.name
         return super().__str__().replace(self.name, name, 1)
 
 
-@dataclasses.dataclass(frozen=True)
 class Oracle(Variant):
     """Steps each candidate: its true reward if that ends the episode, else Q or the best that can still be reached."""
 
-    drawn: int = 0  # worlds that agree with what was seen, over which it takes the mean; 0: the true world
-
     async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
-        q = await Score(state, tuple(actions)) if self.by == "q" else [None] * len(actions)
-        worlds = [imagine(self.env, *key, number) for number in range(self.drawn)] or [self.env]
-        values = [[ahead(world, state, *pair) for pair in zip(actions, q, strict=True)] for world in worlds]
-        return list(map(fmean, zip(*values, strict=True)))
+        if self.by != "q":
+            return [ahead(self.env, state, action) for action in actions]
+        values = await Score(state, tuple(actions))
+        return [ahead(self.env, state, action, q) for action, q in zip(actions, values, strict=True)]
 
 
 def ahead(env: envs.TextEnv, state: State, action: str, otherwise: float | None = None, *gamma: float) -> float:
@@ -122,8 +106,10 @@ class Untried(Variant):
         turns = [content for role, content in state.messages if role == "assistant"]  # the first is "OK"
         newest = max(i for i, page in enumerate(pages) if page not in pages[:i])
         vain = set(map(parse_action, turns[newest:]))
-        new = [parse_action(action) not in vain for action in actions]
-        return [q if first else -math.inf for q, first in zip(scores, new, strict=True)] if any(new) else scores
+        first = [parse_action(action) not in vain for action in actions]
+        if not any(first):
+            return scores
+        return [score if new else -math.inf for score, new in zip(scores, first, strict=True)]
 
 
 class Player(Variant):
@@ -149,22 +135,8 @@ class Player(Variant):
         return steps
 
 
-def under_wordings(method: Method) -> Method:
-    """The same method, whose candidates are sampled under wordings: it reads more tokens."""
-
-    class Worded(type(method)):
-        def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:
-            outcome = super().outcome(chat, best, episodes)
-            outcome["tokens"]["prompt"] = prompt_tokens(chat, episodes)
-            return outcome
-
-    return Worded(**vars(method))
-
-
 def plan_of(env: envs.TextEnv, config: Config) -> list[Method]:
-    """The methods that the settings name."""
-    if "oracle_belief" in config.method and env.name != "alfworld":
-        raise UserError(f"--method oracle_belief: {env.name} draws no worlds that agree with what was seen")
+    """The methods that the settings name, each once."""
     if "rule" in config.method and not env.rules():
         raise UserError(f"--method rule: {env.name} has no rules that play it")
     plan = []
@@ -180,8 +152,7 @@ def methods_named(name: str, env: envs.TextEnv, config: Config) -> list[Method]:
     if name in PLAYERS:  # who knows more than the pages is an oracle
         return [Player("oracle" if env.omniscient else name)]
     if name in ORACLES:
-        by, drawn = ORACLES[name]
-        own = {"name": name, "by": by, "drawn": drawn, "looks": not drawn}
+        own = {"name": name, "by": ORACLES[name], "looks": True}
         return [Oracle(**vars(method) | own) for method in methods_of("qlass", config)]
     if name in UNTRIED:
         searches = methods_of(UNTRIED[name], config)
@@ -193,8 +164,9 @@ def everything(env: envs.TextEnv, config: Config) -> list[Method]:
     """The comparison of all methods: best-of-N with N = M, all others once."""
     once = dataclasses.replace(config, N=())
     widest = dataclasses.replace(once, M=(max(config.M),))
-    players = ("oracle", "expert", "rule", "greedy", "sample")
-    plan = [method for name in players for method in methods_named(name, env, once)]
+    plan = []
+    for name in ("oracle", "expert", "rule", "greedy", "sample"):
+        plan += methods_named(name, env, once)
     for by in ("q", "oracle"):
         plan += methods_of("best_of_n", dataclasses.replace(config, N=config.M, select=by))
     plan += methods_of("random", widest)
@@ -210,7 +182,7 @@ def settings_of(argv: list[str] | None) -> Config:
     config = read(Config, __doc__, argv)
     if not config.M:
         config = dataclasses.replace(config, M=(2, 4, 6) if "all" in config.method else (2,))
-    if config.paraphrase is not None or config.paraphrase_server:
+    if config.paraphrase_server:
         config = dataclasses.replace(config, label=config.label or "paraphrased")
     return config
 
@@ -222,9 +194,10 @@ def main(argv: list[str] | None = None) -> None:
     chat, models, inputs = None, {}, {}  # if only players play
     if not all(isinstance(method, Player) for method in plan):
         chat, models, inputs = q_search.load(config, env, any(method.needs_q for method in plan))
-        if config.paraphrase is not None or config.paraphrase_server:
-            models[Sample] = paraphrased(models[Sample], env, config.paraphrase, config.paraphrase_server)
-            plan = [method if isinstance(method, Player) else under_wordings(method) for method in plan]
+        if config.paraphrase_server:
+            reworder = paraphrase.by_server(config.paraphrase_server)
+            models[Sample] = paraphrase.under_wordings(models[Sample], reworder)
+            plan = [method if isinstance(method, Player) else paraphrase.counted(method) for method in plan]
     q_search.evaluate(config, env, tasks, plan, chat, models, inputs)
 
 

@@ -56,24 +56,31 @@ class PackedDecisions:
     def add(self, number: int, decision: Decision, chat: Chat) -> None:
         if decision.forced:
             return
-        texts = list(dict.fromkeys(decision.valid))
         last = self.tree.add(chat.prompt(decision.state))[-1]
-        choice = len(self.owner)
-        if texts:
-            trie = Trie([chat.action(text, decision.state.task) for text in texts])
-            before = [[last, *self.tree.add(tail, last)] for tail in trie.tails]
-            for text, through in zip(texts, trie.through, strict=True):
-                self.ways += [(len(self.options), len(self.branches) + branch) for branch in through]
-                self.options.append((choice, text == decision.action))
-            self.branches += [(choice, before[action][depth], token) for action, depth, token in trie.branches]
-            choices = 1
+        choices = 1
+        if decision.valid:
+            self._add_valid(decision, last, chat)
         else:
             ids = decision.tokens(chat)
             before = [last, *self.tree.add(ids[:-1], last)]
-            self.tokens += [(choice + i, before[i], token) for i, token in enumerate(ids)]
+            for i, token in enumerate(ids):
+                self.tokens.append((len(self.owner) + i, before[i], token))
             choices = len(ids)
         self.owner += [number] * choices
         self.ends += [last] * choices
+
+    def _add_valid(self, decision: Decision, last: int, chat: Chat) -> None:
+        """The valid actions behind the token `last` of the tree."""
+        choice = len(self.owner)
+        texts = list(dict.fromkeys(decision.valid))
+        trie = Trie([chat.action(text, decision.state.task) for text in texts])
+        before = [[last, *self.tree.add(tail, last)] for tail in trie.tails]
+        for text, through in zip(texts, trie.through, strict=True):
+            option = len(self.options)
+            self.ways += [(option, len(self.branches) + branch) for branch in through]
+            self.options.append((choice, text == decision.action))
+        for action, depth, token in trie.branches:
+            self.branches.append((choice, before[action][depth], token))
 
     def logprobs(self, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """log pi of each choice as it was made, and the entropy of its distribution; (C,) and (C,), float32."""
@@ -82,32 +89,44 @@ class PackedDecisions:
         with mixed_precision(model):
             inputs = tree_inputs(model, [self.tree])
             logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits[0].float()  # (P, V)
-        n = len(self.tokens)
+
+        n = len(self.tokens)  # branches stand behind
         choice, _, ids = places.T
         logp, entropy = logits.new_zeros(2, len(self.owner))
+
         if self.tokens:
             every = logits[row[:n]].log_softmax(-1)
-            logp = logp.index_add(0, choice[:n], every.gather(-1, ids[:n, None])[:, 0])
+            taken = every.gather(-1, ids[:n, None])[:, 0]
+            logp = logp.index_add(0, choice[:n], taken)
             entropy = entropy.index_add(0, choice[:n], -(every.exp() * every).sum(-1))
+
         if self.options:
-            # Of each branch its probability among those of its fork; of each option the product on the way to it.
-            forks, fork = places[n:, :2].unique(dim=0, return_inverse=True)
-            score = logits[row[n:], ids[n:]]
-            top = score.new_full((len(forks),), -torch.inf).scatter_reduce(0, fork, score.detach(), "amax")
-            total = score.new_zeros(len(forks)).index_add(0, fork, (score - top[fork]).exp())
-            conditional = score - (top + total.log())[fork]
-            way, branch = torch.tensor(self.ways, device=model.device).T
-            option_logp = score.new_zeros(len(self.options)).index_add(0, way, conditional[branch])
-            of, taken = torch.tensor(self.options, device=model.device).T
-            logp = logp.index_add(0, of, taken * option_logp)
+            branches = places[n:]
+            option_logp = self._option_logprobs(logits[row[n:], ids[n:]], branches[:, :2])
+            of, was_taken = torch.tensor(self.options, device=model.device).T
+            logp = logp.index_add(0, of, was_taken * option_logp)
             entropy = entropy.index_add(0, of, -option_logp.exp() * option_logp)
         return logp, entropy
+
+    def _option_logprobs(self, score: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """log pi of each valid action: the product, on the way to it, of each branch's probability among those of its
+        fork. score: the logit of each branch, (B,). place: its choice and the token before it, (B, 2)."""
+        forks, fork = place.unique(dim=0, return_inverse=True)
+        top = score.new_full((len(forks),), -torch.inf)
+        top = top.scatter_reduce(0, fork, score.detach(), "amax")
+
+        total = score.new_zeros(len(forks))
+        total = total.index_add(0, fork, (score - top[fork]).exp())
+        conditional = score - (top + total.log())[fork]
+        way, branch = torch.tensor(self.ways, device=score.device).T
+        return score.new_zeros(len(self.options)).index_add(0, way, conditional[branch])
 
 
 def pack_decisions(chat: Chat, decisions: Sequence[Decision], room: int) -> Iterator[PackedDecisions]:
     """Token trees in the order given, each of its first decision and about `room` tokens more; up to four times as many
     where a decision shares most of its prompt, which a new tree would compute again."""
-    pack, first = PackedDecisions(), 0
+    pack = PackedDecisions()
+    first = 0
     for number, decision in enumerate(decisions):
         ids = chat.prompt(decision.state) + decision.tokens(chat)
         growth = pack.tree.growth(ids)

@@ -1,6 +1,6 @@
 """ETO (Song et al. 2024): the agent learns by preference from its own failures.
 
-    reads   RUN/sft/ and the demonstrations that it was cloned from, or with --pairs siblings RUN/q_labels.jsonl
+    reads   RUN/sft/ and demonstrations, or with --pairs siblings RUN/q_labels.jsonl
     writes  RUN/sft-NAME/ (by validation the best), RUN/sft-NAME.updates.jsonl (a line a batch), RUN/sft-NAME.resume.pt
 
     python -m experiments.eto --env webshop --pairs siblings
@@ -53,6 +53,7 @@ class Config(learning.Config):
     epochs: int = 3  # passes over its pairs
     batch: int = 16  # pairs an update
     every: int = 1  # iterations a validation
+    expert: Path | None = runtime(None)  # demonstrations (those that the agent was cloned from)
     labels: Path | None = runtime(None)  # RUN/q_labels.jsonl, made if missing
 
 
@@ -78,11 +79,13 @@ def failures(
 ) -> Iterator[Preference]:
     """Trajectories of one task whose rewards differ: of the expert and of the agent, the better one first."""
     for line in played:
-        own, shown = Demonstration(line["task_id"], State.load(line["messages"])), expert[line["task_id"]]
+        task_id = line["task_id"]
+        own = Demonstration(task_id, State.load(line["messages"]))
+        shown = expert[task_id]
         gain = line["reward"] - shown.reward
         if abs(gain) > 1e-6:  # a published file may hold rounded ones
             pair = (own, shown) if gain > 0 else (shown, own)
-            yield Preference(*(decisions(env, rendering, own.task_id, side.actions) for side in pair))
+            yield Preference(*(decisions(env, rendering, task_id, side.actions) for side in pair))
 
 
 def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Iterator[Preference]:
@@ -91,8 +94,8 @@ def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Itera
         best = max(family, key=lambda pair: pair.q)
         worse = [pair.action for pair in family if best.q - pair.q > GAP]
         if worse:
-            path = Demonstration(tree[0]["task_id"], best.state.then(best.action, "")).actions
-            win = decisions(env, rendering, tree[0]["task_id"], path)[-1]
+            shown = Demonstration(tree[0]["task_id"], best.state.then(best.action, ""))
+            win = decisions(env, rendering, shown.task_id, shown.actions)[-1]
             for action in worse:
                 valid = win.valid and (*win.valid, action)
                 yield Preference([win], [dataclasses.replace(win, action=action, valid=valid)])
@@ -174,13 +177,13 @@ def main(argv: list[str] | None = None) -> None:
     learner = load(sft, config, env, copied=config.pairs == "siblings")
     rendering = learner.chat.rendering
     if config.pairs == "expert":
-        (source, expert), training_tasks = by_task(None, sft, env), set(env.task_ids("train"))
+        inputs["expert"], expert = by_task(config.expert, sft, env)
+        training_tasks = set(env.task_ids("train"))
         pool = [task for task, best in expert.items() if best.reward is not None and task in training_tasks]
         if not pool:
             lack = "none of its demonstrations has the id and the reward of a training task, which are compared"
-            raise UserError(f"{source}: {lack}: --pairs siblings, or another --sft")
+            raise UserError(f"{inputs['expert'] or sft}: {lack}: --pairs siblings, or another --expert")
         learned = list(expert)
-        inputs["expert"] = source
     else:
         inputs["labels"] = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
         trees = list(read_trees(inputs["labels"], Label))
@@ -189,23 +192,26 @@ def main(argv: list[str] | None = None) -> None:
 
     def explored(tasks: list[str], last: dict) -> tuple[list[Preference], dict]:
         """Trajectories of the agent against the expert's, and what they cost and earned."""
-        played = learner.episodes(env, tasks, Method("sample"), config.seed + OTHER_LUCK * (last["batch"] + 1))
-        return list(failures(env, rendering, played, expert)), {
-            "reward": round(float(np.mean([line["reward"] for line in played])), 6),
-            "played": last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played),
-            "env_steps": last["env_steps"] + sum(len(line["messages"]) // 2 - 1 for line in played),  # after the "OK"
-        }
+        seed = config.seed + OTHER_LUCK * (last["batch"] + 1)
+        played = learner.episodes(env, tasks, Method("sample"), seed)
+        rewards = [line["reward"] for line in played]
+        tokens = sum(sum(line["tokens"].values()) for line in played)
+        env_steps = sum(len(line["messages"]) // 2 - 1 for line in played)  # after the "OK"
+        figures = {"reward": round(float(np.mean(rewards)), 6), "played": last.get("played", 0) + tokens}
+        figures["env_steps"] = last["env_steps"] + env_steps
+        return list(failures(env, rendering, played, expert)), figures
 
     def compared(numbers: list[int], last: dict) -> tuple[list[Preference], dict]:
         """Siblings of some exploration trees, whose steps count when they are first read."""
         fresh = numbers[: max(0, len(trees) - last["batch"] * config.batch_tasks)]
         env_steps = last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)
-        return [pair for i in numbers for pair in siblings(env, rendering, trees[i])], {"env_steps": env_steps}
+        pairs = [pair for i in numbers for pair in siblings(env, rendering, trees[i])]
+        return pairs, {"env_steps": env_steps}
 
     def iteration(last: dict) -> dict:
         drawn = batch_of(pool, config.seed, last["batch"], config.batch_tasks)
-        gather = explored if config.pairs == "expert" else compared
-        preferences, figures = gather(list(dict.fromkeys(drawn)), last)  # each once, where two passes meet
+        once = list(dict.fromkeys(drawn))  # where two passes meet
+        preferences, figures = explored(once, last) if config.pairs == "expert" else compared(once, last)
         spent = train(learner, preferences, last["updates"], config.epochs, config.batch, config.beta)
         spent["tokens"] += last["tokens"]
         return {"batch": last["batch"] + 1, "pairs": len(preferences), **spent, **figures}

@@ -1,4 +1,4 @@
-"""What only a GPU can show. runs/gpu_check.sh runs it, and says what it measures.
+"""What only a GPU can show. `bash runs/paper.sh gpu_check` runs it, and the stages between the two calls.
 
 python -m experiments.gpu_check model DIR       # DIR/base: random weights in the shape of Llama-2-7B
 python -m experiments.gpu_check figures DIR     # after the stages: the table DIR/gpu_check.md
@@ -18,7 +18,6 @@ from tyro.conf import Positional
 import envs
 import train_qnet
 from experiments.bench import random_agent
-from experiments.decisions import mixed_precision
 from qlass import UserError, models
 from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
@@ -26,7 +25,9 @@ from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.messages import State
 from qlass.pairs import pairs_of
 from qlass.policy import load_policy
-from qlass.settings import parse, run_stage
+from qlass.records import Label
+from qlass.settings import Sampling, parse, run_stage
+from qlass.training import autocast
 from qlass.trees import read_trees
 
 GPU = torch.cuda.is_available()
@@ -42,12 +43,13 @@ def make_model(folder: Path) -> None:
     """A checkpoint of random weights with a tokenizer trained on WebShop's demonstrations: nothing is downloaded."""
     tokenizer = random_agent(envs.make("webshop"), "free")[1].tokenizer
     ends = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    config = transformers.LlamaConfig(**(LLAMA_2_7B if GPU else SMALL) | ends)
-    where, precision = models.device_and_precision(None)
+    shape = transformers.LlamaConfig(**(LLAMA_2_7B if GPU else SMALL) | ends)
+    config = Sampling()
+    where, precision = models.device_and_precision(config)
     torch.manual_seed(0)
     with where:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=models.PRECISIONS[precision])
-    models.save_checkpoint(model, Chat(tokenizer, Rendering()), folder)
+        model = transformers.AutoModelForCausalLM.from_config(shape, dtype=models.PRECISIONS[precision])
+    models.save(model, Chat(tokenizer, Rendering()), folder, config)
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -69,10 +71,12 @@ def bandwidth(gigabytes: float) -> float:
 
 def decoding(run: Path) -> Iterator[str]:
     """Tokens a second, against one reading of all weights (and of the keys and values) for each token of the batch."""
-    policy, rate = load_policy(run / "base"), bandwidth(8 if GPU else 0.1)
+    policy = load_policy(run / "base", Sampling())
+    rate = bandwidth(8 if GPU else 0.1)
     yield f"| memory bandwidth of a copy | {rate / 1e9:,.0f} GB/s | | |"
     env = envs.make("webshop")
-    state, config = State.first(env, *env.reset(options={"task_id": env.task_ids("train")[0]})), policy.model.config
+    state = State.first(env, *env.reset(options={"task_id": env.task_ids("train")[0]}))
+    config = policy.model.config
     weights = sum(p.nbytes for p in policy.model.parameters())
     a_token = 2 * config.num_hidden_layers * config.hidden_size * policy.model.dtype.itemsize  # keys and values
     for n in (1, 16, 64):
@@ -100,15 +104,15 @@ OPTIONS: dict[str, dict[str, Any]] = {  # settings of train_qnet.py, beside --gr
 
 def training(run: Path, config: train_qnet.Config) -> str:
     """Peak memory, tokens a second and model FLOP utilisation of packed QNet training, as cells of a row."""
-    qnet, _ = train_qnet.load(run / "base", config)
-    qnet.train()
+    qnet = train_qnet.load(run / "base", config).train()
+    models.prepare_training(qnet.backbone, config)
     optimizer = models.adamw([(qnet, config.lr)], config.optim)
-    pairs = [[pair] for tree in read_trees(run / "q_labels.jsonl", ["q", "messages"]) for pair in pairs_of(tree)]
-    largest = max(pack_pairs(qnet.chat, pairs, "all", MICRO // 2), key=lambda pack: len(pack.tree))
-    packs = [largest] * max(1, MICRO // len(largest.tree))
+    pairs = [[pair] for tree in read_trees(run / "q_labels.jsonl", Label) for pair in pairs_of(tree)]
+    largest = max(pack_pairs(qnet.chat, pairs, "all", MICRO // 2), key=lambda pack: pack.tokens)
+    packs = [largest] * max(1, MICRO // largest.tokens)
 
     def update() -> None:
-        with mixed_precision(qnet.backbone):
+        with autocast(config):
             loss = packed_loss(qnet, packs)
         loss.backward()
         optimizer.step()
@@ -119,10 +123,11 @@ def training(run: Path, config: train_qnet.Config) -> str:
     update()  # makes the moments
     spent = min(seconds(update) for _ in range(2))
     peak = f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if GPU else ""
-    tokens = len(packs) * len(largest.tree)
+    tokens = len(packs) * largest.tokens
     n = sum(p.numel() for p in qnet.backbone.parameters())  # in 4 bits two a byte: none of them is counted then
     flops = (4 if config.lora else 6) * n * tokens / spent  # forward, backward to inputs, to weights; not done again
-    most = next((tera for name, tera in PEAK.items() if GPU and name in torch.cuda.get_device_name()), None)
+    card = torch.cuda.get_device_name() if GPU else ""
+    most = next((tera for name, tera in PEAK.items() if name in card), None)
     used = f"{flops / most / 1e12:.0%}" if most and not config.load_in else ""
     return f"{peak} | {tokens / spent:,.0f} | {used}"
 

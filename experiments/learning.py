@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 import envs
 from experiments import drive_in_order
@@ -25,7 +24,7 @@ from qlass.batching import Sample
 from qlass.chat import Chat
 from qlass.fast.decode import FastPolicy
 from qlass.messages import uniforms
-from qlass.outputs import atomic, lock, meta_of, meta_path, write_json, write_jsonl
+from qlass.outputs import Inputs, atomic, lock, meta_of, meta_path, write_json, write_jsonl
 from qlass.policy import QUESTION, Policy, set_first_messages
 from qlass.settings import Prompt, runtime
 
@@ -71,26 +70,26 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def drive(self, players: Iterable[Coroutine], env: envs.TextEnv, seed: int, chat: Chat) -> list[Any]:
+    def drive(self, players: Iterable[Coroutine], env: envs.TextEnv, seed: int) -> list[Any]:
         """What these return, whose samples the agent draws as it is now."""
-        policy = FastPolicy(self.model, chat, seed)  # a new one: the last one remembers the weights before
+        policy = FastPolicy(self.model, self.chat, seed)  # a new one: the last one remembers the weights before
         return list(drive_in_order(players, {Sample: policy.sample}, env.side_by_side))
 
     def episodes(self, env: envs.TextEnv, tasks: Sequence[str], method: Method, seed: int = 0) -> list[dict]:
         """The agent's trajectories, one per task, as lines of expert.jsonl."""
         playing = (trajectories(env.fork(), task, method, self.chat) for task in tasks)
-        return [line for (line,) in self.drive(playing, env, seed, self.chat)]
+        return [line for (line,) in self.drive(playing, env, seed)]
 
     def validation(self, env: envs.TextEnv, tasks: Sequence[str]) -> float:
         """Mean reward of the greedy agent."""
         return sum(line["reward"] for line in self.episodes(env, tasks, GREEDY)) / len(tasks)
 
-    def save(self, folder: Path) -> None:
-        """Write the agent as a checkpoint; LoRA's updates are merged in a copy."""
-        model = copy.deepcopy(self.adapter).merge_and_unload() if self.adapter else self.model
-        with atomic(folder) as draft:
-            model.save_pretrained(draft)
-            self.chat.save(draft)
+    def save(self, folder: Path, config: Config) -> None:
+        """Write the agent as a checkpoint, all bits of its weights; LoRA's updates are merged in a copy."""
+        if self.adapter:
+            models.save(self.model, self.chat, folder, config, copy.deepcopy(self.adapter))
+        else:
+            models.save(self.model, self.chat, folder, dataclasses.replace(config, precision="float32"))
 
     def weights(self) -> list[torch.Tensor]:
         return [p.data for group in self.optimizer.param_groups for p in group["params"]]
@@ -113,23 +112,22 @@ class Learner:
 def load(sft: Path, config: Config, env: envs.TextEnv, copied: bool = True) -> Learner:
     """The agent, which is to play `env`. The reference is a copy, or itself."""
     torch.manual_seed(config.seed)
-    model, chat, adapter = trainable(sft, config, AutoModelForCausalLM)
+    model, chat, adapter = trainable(sft, config)
     set_first_messages(env, chat.rendering, config)
-    # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
-    frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
-    reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model
+    reference = model
+    if copied:  # with LoRA both have the frozen weights, and only its updates, still 0, are copied
+        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+        reference = copy.deepcopy(model, frozen).requires_grad_(False).eval()
     return Learner(model, reference, chat, config.lr, config.optim, adapter)
 
 
-def trainable(sft: Path, config: Config, kind: Any) -> tuple[Any, Chat, Any]:
-    """`sft` as a model of class `kind` that trains as the settings ask, its Chat, and PEFT's view of LoRA's updates."""
-    model, chat = models.load(sft, config, train=not config.lora, kind=kind)
+def trainable(sft: Path, config: Config) -> tuple[Any, Chat, Any]:
+    """The agent's model, which trains as the settings ask, its Chat, and PEFT's view of LoRA's updates."""
+    model, chat = models.load(sft, config, train=not config.lora)
     adapter = models.prepare_training(model, config)
-    # Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled.
-    rates = ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop")
-    for module, name in itertools.product(model.modules(), rates):
-        if isinstance(getattr(module, name, None), float):
-            setattr(module, name, 0.0)
+    for module in model.modules():  # a training is to compute the probabilities that were sampled
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
     return model, chat, adapter
 
 
@@ -148,23 +146,23 @@ def learn(
     config: Config,
     passes: float,
     learned: Iterable[str],
-    inputs: outputs.Inputs,
+    inputs: Inputs,
 ) -> None:
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
     larger --budget continues. All are of the last validation; the last batch of a smaller budget has one too.
 
     passes: how often a token that was spent went forward, a backward pass counted as two; "played" of a line are tokens
-    that went forward once. learned: tasks that are played or read. inputs: the agent "sft", and
-    what else is read.
+    that went forward once. learned: tasks that are played or read. inputs: the agent "sft", and what else is read.
     """
     folder = config.run / f"sft-{config.name}"
-    log, state = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
-    unit, lines = config.budget_in, []
-    provenance = {"tasks": sorted({*learned, *meta_of(inputs["sft"]).get("tasks", [])})}
-    tasks = env.task_ids("val")
-    tasks = tasks[: config.val] if config.val else tasks
+    log = folder.with_name(folder.name + ".updates.jsonl")
+    state = folder.with_name(folder.name + ".resume.pt")
+    unit = config.budget_in
+    tasks = env.task_ids("val")[: config.val or None]
     if not tasks:
         raise UserError(f"{env.name}: no validation tasks here, by which the best checkpoint is chosen")
+    provenance = {"tasks": sorted({*learned, *meta_of(inputs["sft"]).get("tasks", [])})}
+    lines: list[dict] = []
 
     def over() -> bool:
         stalled = len(lines) > PATIENCE and lines[-1][unit] == lines[-1 - PATIENCE][unit]
@@ -175,8 +173,9 @@ def learn(
 
     with lock(folder):
         meta = outputs.begin(folder, config, config.recipe() | env.settings, inputs)
-        for old in (state, log) if config.overwrite else ():
-            old.unlink(missing_ok=True)
+        if config.overwrite:
+            outputs.remove(state)
+            outputs.remove(log)
         mark = meta.get("fingerprint")  # of the best agent so far
         if state.exists():
             lines = learner.resume(state)
@@ -191,8 +190,8 @@ def learn(
                 line["val"] = round(learner.validation(env, tasks), 6)
                 print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {line['val']:.3f}", flush=True)
                 if best() is line:
-                    learner.save(folder)
-                    mark = Policy(learner.model, learner.chat).likelihoods([QUESTION])[0]
+                    learner.save(folder, config)
+                    (mark,) = Policy(learner.model, learner.chat).likelihoods([QUESTION])
                 figures = {"best": best(), "last": line, "passes": passes, "budget": config.budget} | provenance
                 write_json(meta_path(folder), meta | figures | {"fingerprint": mark})
                 write_jsonl(log, lines)

@@ -1,31 +1,27 @@
 """The task in other words, so that each of the M candidates of a step is sampled under its own wording (App. A.3.2).
 
-Wording 0 is the original; the others are made by rules (--paraphrase, RULES) or by a language model
-(--paraphrase-server), which is asked in our words for what the paper describes. Nothing checks its answers, as nothing
-does in the paper.
+A chat model words it (--paraphrase-server of experiments.compare), which is asked in our words for what the paper
+describes; wording 0 is the task itself. Nothing checks the answers, as nothing does in the paper.
 """
 
 import dataclasses
 import functools
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from experiments import rewording
+from q_search import Method
 from qlass import UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
 from qlass.demonstrations import Demonstration
 from qlass.messages import State
-from qlass.results import Step, environment_tokens
+from qlass.results import Episode, environment_tokens
 from qlass.served import Server
 from qlass.tiny import sentence
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording
 
-RULES: dict[str, Reworder] = {"webshop": rewording.paraphrase}  # by environment
 ROOM = 200  # tokens of a wording
 PROMPT = (
     "Say the following shopping request in other words. Keep all that it asks for: the product, its attributes, each "
@@ -42,7 +38,7 @@ def reword(state: State, wording: str) -> State:
     begin = users[: Demonstration(None, state).agreed + 1]  # the instruction and the first observation
     patterns = list(filter(None, (sentence(state.task, text) for text in begin)))
     if not patterns:
-        problem = "does not stand in the first messages, as a sentence of its own: leave --paraphrase out"
+        problem = "does not stand in the first messages, as a sentence of its own: leave --paraphrase-server out"
         raise UserError(f"the task {state.task!r:.60} {problem}")
     messages = []
     for role, text in state.messages:
@@ -57,29 +53,32 @@ class Reworded(Candidate):
     wording: str = ""  # that it was sampled under
 
 
-def under_wordings(sample: Callable, reworder: Reworder, wordings: int = 0) -> Callable:
-    """What answers `Sample` requests as `sample` does, candidate k of trial n under wording n M + k of the task.
+def under_wordings(sample: Callable, reworder: Reworder) -> Callable:
+    """What answers `Sample` requests as `sample` does, candidate k of trial n under wording n M + k of the task. Each
+    wording is asked for once."""
+    reworder = functools.cache(reworder)
 
-    wordings: how many there are of each task, counted with the original; 0: all different. Each is asked for once.
-    """
-    reworder, wordings = functools.cache(reworder), wordings or sys.maxsize
+    def parts_of(request: Sample) -> list[Sample]:
+        """One request for each wording; a request's key is (task, trial, step)."""
+        first = request.key[1] * request.n
+        counts = Counter(reworder(request.state.task, first + k) for k in range(request.n))
+        parts = []
+        for wording, n in counts.items():
+            key = request.key if wording == request.state.task else (*request.key, wording)
+            parts.append(dataclasses.replace(request, state=reword(request.state, wording), n=n, key=key))
+        return parts
 
-    def answer(requests: list[Sample]) -> list[list[Candidate]]:  # a request's key is (task, trial, step)
-        parts: list[list[Sample]] = [[] for _ in requests]  # of each request, one for each wording
-        for r, several in zip(requests, parts, strict=True):
-            indices = [(r.key[1] * r.n + k) % wordings for k in range(r.n)]
-            for wording, n in Counter(reworder(r.state.task, index) for index in indices).items():
-                key = r.key if wording == r.state.task else (*r.key, wording)
-                several.append(dataclasses.replace(r, state=reword(r.state, wording), n=n, key=key))
+    def answer(requests: list[Sample]) -> list[list[Candidate]]:
+        parts = list(map(parts_of, requests))
         drawn = iter(sample(list(itertools.chain(*parts))))
-        return [[worded(c, p) for p in several for c in next(drawn)] for several in parts]
+        answers = []
+        for several in parts:
+            answers.append([])
+            for part in several:
+                answers[-1] += [Reworded(**vars(c), wording=part.state.task) for c in next(drawn)]
+        return answers
 
     return answer
-
-
-def worded(candidate: Any, request: Sample) -> Any:
-    """With the wording that it was sampled under."""
-    return Reworded(**vars(candidate), wording=request.state.task)
 
 
 def by_server(url: str) -> Reworder:
@@ -95,22 +94,28 @@ def by_server(url: str) -> Reworder:
     return ask
 
 
-def paraphrased(sample: Callable, env: Any, wordings: int | None, server: str | None) -> Callable:
-    """What answers the Sample requests of a search, as `sample` does under wordings of rules or of a server."""
-    if server is None and env.name not in RULES:
-        raise UserError(f"--paraphrase: there are no rules for {env.name}: leave it out")
-    return under_wordings(sample, by_server(server) if server else RULES[env.name], wordings or 0)
+def counted(method: Method) -> Method:
+    """The same method, whose lines count the tokens of all wordings that the agent reads."""
+
+    class Worded(type(method)):
+        def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:
+            outcome = super().outcome(chat, best, episodes)
+            outcome["tokens"]["prompt"] = prompt_tokens(chat, episodes)
+            return outcome
+
+    return Worded(**vars(method))
 
 
-def prompt_tokens(chat: Chat, episodes: Sequence[Sequence[Step]]) -> int:
+def prompt_tokens(chat: Chat, episodes: Sequence[Episode]) -> int:
     """What the policy reads for `Reworded` draws, as `results.costs_of` counts it with one wording. Of several, the
     task's own alone has the agent's words in the cache; each other one reads the full conversation."""
-    cached, again = [], 0
+    cached = []
+    again = 0
     for steps in episodes:
         states = [step.state for step in steps]
-        own = {states[-1].task}
+        last = states[-1]
         wordings = {candidate.wording for step in steps for candidate in step.samples}
-        alone = wordings if len(wordings) == 1 else wordings & own
+        alone = wordings if len(wordings) == 1 else wordings & {last.task}
         cached += [[reword(state, wording) for state in states] for wording in alone]
-        again += sum(len(chat.prompt(reword(states[-1], wording))) for wording in wordings - alone)
+        again += sum(len(chat.prompt(reword(last, wording))) for wording in wordings - alone)
     return environment_tokens(chat, cached) + again

@@ -3,29 +3,53 @@
     python -m experiments.plans                  # the tables, from plans.csv and results.csv of runs/reference_output
     python -m experiments.plans --rows RUN ...   # rows of results.csv: each condition of each run folder, and the mean
 
-A unit is a shop, a set of games or a training. It counts as one number, so the interval of a difference is a t interval
-over units. The gains of units come from rows of results.csv. Where git has the page of an older comparison but not its
-rows, they come from the column `gains`, and where it has no gains either, the column `stated` gives the difference as
-that page states it. A stated interval is over trainings and tasks together, and where there is one, the larger of both
-p counts. p is corrected by Holm's method in its family, and over all planned comparisons that were played to their end.
-A comparison that still goes on has no p. A rival of N "equal" is the cheapest best-of-N of at least as many tokens.
+A row of plans.csv is a comparison of two conditions as results.csv names them. The gains of units come from rows of
+results.csv. Where git has the page of an older comparison but not its rows, they come from the column `gains`, and
+where it has no gains either, the column `stated` gives the difference as that page states it.
 """
 
 import dataclasses
 import math
 import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 from scipy import stats
 
-from qlass import UserError
 from qlass.settings import parse, run_stage
 from reporting.results import read_results, result_files
 from reporting.stats import Estimate
 from reporting.tables import markdown
+
+NOTE = """\
+# Planned comparisons
+
+A comparison is *planned* if it was committed before a test task of it was played. {later} of the {plans} rows of
+plans.csv were written in one commit, fd0f923, after their results, from older pages; the commits that they name hold
+the plans. Git's times are the author's own: they show an order, and prove nothing. {played} planned comparisons have
+been played.
+
+- A **unit** is a shop, a set of games or a training, and counts as one number. *Above* counts the units in which the
+  first condition has the higher reward. *Tokens* are means per task of both conditions.
+- The **difference** has a t interval over units. A shop or a set of games has test tasks of its own. Trainings of one
+  environment share their test tasks, so an interval over them says nothing about other tasks.
+- **stated** repeats the difference that an older page of runs/reference_output gave: "README at 17114c9" is the README
+  there in commit 17114c9. A stated interval is over trainings and tasks together, and most are wider. *stated_p* is
+  that page's p, corrected in its family.
+- **raw p** belongs to the interval in the column *difference*; where there is a stated interval too, it is the larger p
+  of the two. It is corrected by Holm's method *in its family* and, if it was planned, *over all* that were planned. A
+  comparison that still goes on has no p. The larger a family, the larger is the corrected p. Each family was fixed
+  before the play, but their sizes differ.
+- **Bold** differences are decided: they were planned, git does not leave open whether the plan came before the play, p
+  in the family is below .05, and so is the page's p where one is stated. Where p *over all* is bold too, the
+  difference holds over all planned comparisons.
+- **†** was not planned. It is corrected among those of its family, and does not count over all.
+- **‡** is not computed here: git has neither the rewards nor the gains of its units.
+- **Names.** A condition is a method, M or N, and what is not the usual agent or QNet. `likeliest` searches by
+  log-probability. `grpo` is chain GRPO, `eto` is ETO against the expert, and `eto-siblings` is ETO on siblings. An *old
+  QNet* is of the cloned agent's trees, an *own QNet* is of the learner's.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,206 +60,161 @@ class Config:
 FOLDER = Path(__file__).parents[1] / "runs" / "reference_output"
 PLACE, CONDITION = ["environment", "split"], ["agent", "method", "M", "N", "select"]
 MINUS = [f"minus_{name}" for name in CONDITION]
+KEYS = ["environment", *CONDITION]
 # Columns of results.csv behind a condition; repeated: the share of steps whose action had the same answer earlier.
 COSTS = {"total": "tokens", "generated": "generated", "env_steps": "env_steps", "resets": "resets"}  # means per task
 NEW = ["seed", "reward", "low", "high", *COSTS.values(), "repeated", "trainings"]
+UNITS = "seed != 'all'"  # of the rows of results.csv
 
 
-def over_units(values: Sequence[float]) -> Estimate:
-    """The mean of (units,) numbers with a t interval, and the p of its being 0."""
-    if len(values) < 3:
-        raise UserError("an interval needs three worlds or trainings or more")
+def over_units(values: pd.Series) -> Estimate:
+    """The mean of (units,) numbers with a t interval, and the p of its being 0; of a few their mean alone."""
+    mean, n = values.mean(), len(values)
+    if n < 3:
+        return Estimate(mean, math.nan, math.nan, n)
     test = stats.ttest_1samp(values, 0.0)
-    low, high = test.confidence_interval()
-    return Estimate(float(pd.Series(values).mean()), float(low), float(high), len(values), float(test.pvalue))
+    return Estimate(mean, *test.confidence_interval(), n, test.pvalue)
 
 
 def as_stated(text: str, units: int) -> Estimate:
     """A page's "+.133 [.045, .221]", or its mean alone. p is of a t distribution of units - 1 degrees of freedom."""
-    mean, *ends = map(float, re.findall(r"[+-]?[\d.]*\d", text))
-    if not ends:
-        return Estimate(mean, math.nan, math.nan, units)
-    low, high = ends
+    numbers = [float(number) for number in re.findall(r"[+-]?[\d.]*\d", text)]
+    mean, low, high = [*numbers, math.nan, math.nan][:3]
     t = stats.t(units - 1)
     error = (high - low) / 2 / t.ppf(0.975)
     return Estimate(mean, low, high, units, float(2 * t.sf(abs(mean) / error)))
 
 
-def holm(p: Sequence[float]) -> list[float]:
+def holm(p: pd.Series) -> pd.Series:
     """p-values corrected for their number (Holm 1979)."""
-    ranked = pd.Series(p, dtype=float).sort_values(kind="stable")
-    return (ranked * [*range(len(p), 0, -1)]).clip(upper=1.0).cummax().sort_index().tolist()
-
-
-def rows_of(results: pd.DataFrame, condition: pd.Series) -> pd.DataFrame:
-    """A condition's rows, the means over all units included."""
-    return results[(results[condition.index] == condition).all(axis=1)]
-
-
-def units_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """A condition's rows by unit."""
-    units = rows[rows["seed"] != "all"].set_index("seed")
-    if units.index.has_duplicates:
-        row = units[units.index.duplicated()].iloc[0]
-        raise UserError(f"{', '.join(row[PLACE])}: two rows of one unit of {name_of(row)}")
-    return units
-
-
-def tokens_of(rows: pd.DataFrame) -> float:
-    """Mean tokens per task over units, or of the row over all of them where the units' rows have none; NaN: unknown."""
-    of_units = rows[rows["seed"] != "all"]["tokens"].mean()
-    return rows["tokens"].mean() if math.isnan(of_units) else of_units
-
-
-def rival(results: pd.DataFrame, condition: pd.Series, tokens: float) -> pd.Series:
-    """What a plan compares with; of N "equal" the cheapest best-of-N of at least as many tokens."""
-    if condition["N"] != "equal":
-        return condition
-    rivals = rows_of(results, condition.drop("N"))
-    means = rivals[rivals["seed"] != "all"].groupby("N")["tokens"].mean()
-    means = means[means >= tokens]
-    if means.empty:
-        raise UserError(f"{', '.join(condition[PLACE])}: no best-of-N of {tokens:.0f} tokens: play a larger N")
-    return condition.replace("equal", means.idxmin())
+    ranked = p.sort_values(kind="stable")
+    corrected = ranked * [*range(len(p), 0, -1)]
+    return corrected.clip(upper=1.0).cummax()
 
 
 def name_of(condition: pd.Series) -> str:
     agent, method, M, N, select = condition[CONDITION]
-    sizes = [f"{key}={size}" for key, size in (("M", M), ("N", N)) if size != "1"]
-    search = " ".join([method, *sizes, *([f"by {select}"] if select else [])])
-    return ", ".join(filter(None, [search, agent.removeprefix("cloned").removeprefix(", ").strip()]))
+    name = method
+    if M != "1":
+        name += f" M={M}"
+    if N != "1":
+        name += f" N={N}"
+    if select:
+        name += f" by {select}"
+    return f"{name}, {agent.removeprefix('cloned').lstrip(', ')}".removesuffix(", ")
 
 
-def sides(plan: pd.Series) -> tuple[pd.Series, pd.Series]:
-    """The two conditions that a plan compares."""
-    condition, minus = plan[PLACE + CONDITION], plan[PLACE + MINUS].set_axis(PLACE + CONDITION)
-    minus["split"] = plan["minus_split"] or plan["split"]
-    return condition, minus
+def rows_of(results: pd.DataFrame, condition: pd.Series) -> pd.DataFrame:
+    """A condition's rows of results.csv; "all" is the seed of the means over all units."""
+    return results[(results[condition.index] == condition).all(axis=1)]
 
 
-def meant(results: pd.DataFrame, plan: pd.Series) -> pd.DataFrame:
-    """The rows of a plan's commits and seeds, and the means over all."""
-    if plan["commits"]:
-        results = results[results["commit"].isin(plan["commits"].split())]
-    if plan["seeds"]:
-        results = results[results["seed"].isin([*plan["seeds"].split(), "all"])]
-    return results
+def tokens_of(rows: pd.DataFrame) -> float:
+    """Mean tokens per task over units, or of the row over all of them where the units' rows have none; NaN: unknown."""
+    of_units = rows.query(UNITS)["tokens"].mean()
+    return rows["tokens"].mean() if math.isnan(of_units) else of_units
 
 
 def gains_of(plan: pd.Series, ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.Series:
-    """The differences of the units that have both, by unit: as git's page has them, or of rows."""
+    """The differences of the units that have both: as git's page has them, or of rows, of which a unit has one."""
     if plan["gains"]:
-        return pd.Series(map(float, plan["gains"].split()), plan["seeds"].split())
-    return (units_of(ours)["reward"] - units_of(theirs)["reward"]).dropna()
+        return pd.Series(plan["gains"].split(), dtype=float)
+    pairs = ours.query(UNITS).merge(theirs.query(UNITS), on="seed", validate="one_to_one")
+    return (pairs["reward_x"] - pairs["reward_y"]).dropna()
 
 
-def difference(gains: pd.Series, stated: Estimate | None) -> str:
-    """A cell of the table. A double dagger: not computed here."""
-    if len(gains) > 2:
-        return f"{over_units(gains):+}"
-    if len(gains):
-        return f"{gains.mean():+.3f}"
-    return f"{stated:+} ‡" if stated else "not played"
-
-
-def compare(plan: pd.Series, results: pd.DataFrame) -> tuple[dict[str, str], float]:
-    """A plan's row of the table, and its p: NaN if nothing was played, or if the play goes on."""
-    results = meant(results, plan)
-    condition, minus = sides(plan)
-    ours = rows_of(results, condition)
-    if not ours.empty:
-        minus = rival(results, minus, tokens_of(ours))
-    theirs = rows_of(results, minus)
+def compare(plan: pd.Series, results: pd.DataFrame) -> dict[str, str | float]:
+    """A plan's row of the table; its p is NaN if nothing was played, or if the play goes on."""
+    seeds = plan["seeds"].split()
+    if plan["commits"]:
+        results = results[results["commit"].isin(plan["commits"].split())]
+    if seeds:
+        results = results[results["seed"].isin([*seeds, "all"])]
+    condition, minus = plan[PLACE + CONDITION], plan[PLACE + MINUS].set_axis(PLACE + CONDITION)
+    minus["split"] = plan["minus_split"] or plan["split"]
+    ours, theirs = rows_of(results, condition), rows_of(results, minus)
     gains = gains_of(plan, ours, theirs)
-    stated = as_stated(plan["stated"], len(plan["seeds"].split())) if plan["stated"] else None
+    estimate = over_units(gains)
+
     dagger = "" if plan["planned"] else " †"
-    row = {"family": plan["family"], "environment": plan["environment"]}
-    row["comparison"] = f"{name_of(condition)} - {name_of(minus)}{dagger}"
-    row["difference [95 %]"] = difference(gains, stated)
-    if len(gains):
-        row["above"] = f"{int((gains > 0).sum())}/{len(gains)}"
-    costs = tokens_of(ours), tokens_of(theirs)
-    if not any(map(math.isnan, costs)):
-        row["tokens"] = "/".join(f"{cost:,.0f}" for cost in costs)
-    row |= {"stated [95 %]": plan["stated"], "p stated": plan["stated_p"]}
+    row = {"family": plan["family"]}
+    row["comparison"] = f"{plan['environment']}: {name_of(condition)} - {name_of(minus)}{dagger}"
+    row["difference"] = "not played"
     p = []
-    played_to_the_end = len(gains) >= int(plan["planned"] or 0) or plan["changes"]
-    if len(gains) > 2 and played_to_the_end:
-        p.append(over_units(gains).p)
-    if stated:  # a p without an interval is a corrected one, which is no smaller than the p that is asked for
-        p.append(float(plan["stated_p"]) if math.isnan(stated.p) else stated.p)
-    return row, max(p, default=math.nan)
+    if plan["stated"]:
+        stated = as_stated(plan["stated"], len(seeds))
+        row["difference"] = f"{stated:+} ‡"
+        p.append(stated.p)
+    if estimate.n:
+        row["difference"] = f"{estimate:+}"
+        row["above"] = f"{(gains > 0).sum()}/{estimate.n}"
+    if plan["changes"] or estimate.n >= int(plan["planned"] or 0):  # it was played to its end
+        p.append(estimate.p)
+    tokens = f"{tokens_of(ours):,.0f}/{tokens_of(theirs):,.0f}"
+    if "nan" not in tokens:
+        row["tokens"] = tokens
+    return row | {"p": pd.Series(p, dtype=float).max()}
 
 
 def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
-    """A row per comparison; one that was not played has no difference.
-
-    A difference is decided, and bold, if it was planned and its p, corrected in its family, is below .05 here and, if a
-    page states a p, there. A comparison that was not planned has a dagger. It is corrected among those of its family,
-    and does not count over all.
-    """
-    compared = [compare(plan, results) for _, plan in plans.iterrows()]
-    table = pd.DataFrame([row for row, _ in compared])
-    p = pd.Series([p for _, p in compared], dtype=float).dropna()
-    planned = (plans["planned"] != "").reset_index(drop=True)
-    within = p.groupby(table["family"]).transform(holm)
-    p_planned = p[planned]
-    over_all = pd.Series(holm(p_planned), p_planned.index)
-    for name, values in (("p", p), ("in its family", within), ("over all", over_all)):
-        table[name] = values.map(lambda value: f"{value:.4f}" if value >= 1e-4 else "<.0001")
-    stated = pd.to_numeric(table["p stated"])  # NaN: no page states one
-    decided = planned & (within.reindex(table.index) < 0.05) & ~(stated >= 0.05)
-    table.loc[decided, "difference [95 %]"] = "**" + table["difference [95 %]"] + "**"
-    return table.dropna(axis=1, how="all").fillna("")
+    """A row per comparison with p; what is decided is bold (NOTE), and what was not played has no difference."""
+    table = pd.DataFrame([compare(plan, results) for _, plan in plans.iterrows()])
+    planned, corrected = plans["planned"] != "", pd.to_numeric(plans["stated_p"])
+    # Where no interval tells p, the page's stands in: it is corrected, so that it is no smaller.
+    raw = table.pop("p").fillna(corrected).dropna()
+    within = raw.groupby(table["family"]).transform(holm)
+    over_all = holm(raw[planned])
+    p = pd.DataFrame({"raw p": raw, "in its family": within, "over all": over_all}, table.index)
+    texts = p.map(lambda value: f"{value:.4f}" if value >= 1e-4 else "<.0001", na_action="ignore")
+    table = table.join(plans[["stated", "stated_p"]]).join(texts).astype(object).fillna("")
+    denied = (plans["shown_first"] == "no") | (corrected >= 0.05)
+    decided = planned & ~denied & (p["in its family"] < 0.05)
+    bold = {"difference": decided, "over all": decided & (p["over all"] < 0.05)}
+    for name, rows in bold.items():
+        table.loc[rows, name] = "**" + table[name] + "**"
+    return table
 
 
 def head(plans: pd.DataFrame) -> str:
-    """Where a set of families was planned, of how many units, and what changed later."""
-    planned = plans[plans["planned"] != ""]
-    where = dict.fromkeys(planned["settings"] + ", " + planned["date"])
-    units = dict.fromkeys(planned["planned"] + " " + planned["unit"])
-    stated = [source for source in dict.fromkeys(plans["source"]) if source]
-    changes = [text for text in dict.fromkeys(plans["changes"]) if text not in ("", "as above")]
-    lines = [*changes]
-    if where:
-        lines.insert(0, f"Planned: {'; '.join(where)}; {', '.join(units)}.")
-    if stated:
-        lines.append(f"Stated: {', '.join(stated)}.")
-    return textwrap.fill(" ".join(lines), 120, break_on_hyphens=False, break_long_words=False)
+    """Where a set of families was planned, of how many units, what changed later, and the pages that state it."""
+    planned = plans[plans["planned"] != ""].itertuples()
+    lines = [f"Planned: {plan.settings}, {plan.date}, {plan.planned} {plan.unit}." for plan in planned]
+    lines += [change for change in plans["changes"] if change not in ("", "as above")]
+    lines += [f"Stated: {source}." for source in plans["source"] if source]
+    return " ".join(dict.fromkeys(lines))
 
 
 def page(plans: pd.DataFrame, results: pd.DataFrame) -> Iterator[str]:
     """The tables as Markdown, one per set of families: a set's name ends at the colon of a family's name."""
     rows = table(plans, results)
-    sets, families = (rows["family"].str.partition(":")[i].str.strip() for i in (0, 2))
-    rows["family"] = families
-    for name in dict.fromkeys(sets):
-        shown = rows[sets == name]
-        plans_here = plans[(sets == name).to_numpy()]
-        constant = {column for column in ("environment", "family") if shown[column].nunique() == 1}
-        empty = {column for column in shown if (shown[column] == "").all()}
-        yield f"## {name}\n\n{head(plans_here)}\n\n{markdown(shown.drop(columns=constant | empty))}\n"
-    over_all = rows.loc[rows["over all"] != "", "over all"].str.removeprefix("<").astype(float)
-    yield f"*Over all* is over {len(over_all)} planned comparisons. {(over_all < 0.05).sum()} of them are below .05."
+    later, played = (plans["written"] == "fd0f923").sum(), (rows["over all"] != "").sum()
+    yield NOTE.format(plans=len(plans), later=later, played=played)
+    names = plans["family"].str.partition(": ")
+    rows["family"] = names[2]
+    for name in names[0].unique():
+        here = rows[names[0] == name]
+        filled = here.loc[:, (here != "").any()]
+        yield f"## {name}\n\n{head(plans[names[0] == name])}\n\n{markdown(filled)}\n"
 
 
 def unit_rows(folders: Sequence[Path]) -> pd.DataFrame:
     """Rows of results.csv but for split and commit: each condition in each run folder, a unit, and over all of them."""
     rows = []
     for folder in folders:
+        unit = folder.name.rpartition("-")[2]
         for group in read_results(result_files([str(folder)])):
-            c, unit, N = group.condition, folder.name.rpartition("-")[2], group.condition.N or 1
-            method, select = f"{c.method}: {c.player}" if c.player else c.method, c.select or ""
-            condition = [c.env, c.label or "cloned", method, c.M or 1, N, select if N > 1 else ""]
+            c = group.condition
+            method = f"{c.method}: {c.player}".removesuffix(": ")
+            condition = [c.env, c.label or "cloned", method, c.M or 1, c.N or 1, c.select or ""]
             reward, *costs = map(group.mean, ("reward", *COSTS))
             repeated = group.row["repeats"].sum() / group.row["steps"].sum()
             rows.append([*condition, unit, reward, math.nan, math.nan, *costs, repeated, 1])
-    units = pd.DataFrame(rows, columns=["environment", *CONDITION, *NEW])
-    means = []
-    for condition, of in units.groupby(["environment", *CONDITION], sort=False):
-        mean, others = over_units(of["reward"]), of[[*COSTS.values(), "repeated"]].mean()
-        means.append([*condition, "all", mean.mean, mean.low, mean.high, *others, len(of)])
-    table = pd.concat([pd.DataFrame(means, columns=units.columns), units])
+    units = pd.DataFrame(rows, columns=[*KEYS, *NEW])
+    conditions = units.groupby(KEYS, sort=False)
+    means = conditions.mean(numeric_only=True).assign(seed="all", trainings=conditions.size())
+    estimates = pd.DataFrame([vars(over_units(of["reward"])) for _, of in conditions], means.index)
+    means[["low", "high"]] = estimates[["low", "high"]]
+    table = pd.concat([means.reset_index(), units])[units.columns]
     return table.round(3).round(dict.fromkeys(COSTS.values(), 1))
 
 
@@ -244,9 +223,10 @@ def main(argv: list[str] | None = None) -> None:
     if config.rows:
         print(unit_rows(config.rows).to_csv(index=False), end="")
         return
-    plans, results = (pd.read_csv(FOLDER / f"{name}.csv", dtype=str).fillna("") for name in ("plans", "results"))
-    numbers = {name: pd.to_numeric(results[name]) for name in ("reward", "tokens")}
-    print("\n".join(page(plans, results.assign(**numbers))))
+    plans = pd.read_csv(FOLDER / "plans.csv", dtype=str, keep_default_na=False)
+    as_text = dict.fromkeys(["M", "N", "seed", "commit"], str)
+    results = pd.read_csv(FOLDER / "results.csv", dtype=as_text, keep_default_na=False, na_values={"tokens": ""})
+    print("\n".join(page(plans, results)))
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ reward below each state of the trees, and then learns the returns A + V beside t
 
 import dataclasses
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
-from transformers import AutoModel
 
 import bellman
 import envs
@@ -33,8 +33,9 @@ from qlass import UserError
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.messages import State
-from qlass.outputs import find_or_make, meta_of, shared_flags
+from qlass.outputs import Inputs, find_or_make, meta_of, shared_flags
 from qlass.pairs import states_of
+from qlass.records import Label
 from qlass.settings import read, run_stage, runtime
 from qlass.trees import read_trees
 from train_qnet import QNet
@@ -63,7 +64,8 @@ def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.
 
     A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V(s_{t+1}) - V(s_t), and V = 0 after the end.
     """
-    T, V = len(values), [*values, 0.0]
+    T = len(values)
+    V = [*values, 0.0]
     A = np.zeros(T + 1)
     for t in reversed(range(T)):
         r = reward if t == T - 1 else 0.0
@@ -73,17 +75,21 @@ def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.
 
 def advantages(group: Group, values: dict[State, float], gamma: float, lam: float) -> list[np.ndarray]:
     """A of each decision of each trajectory; nan where it was forced."""
-    A = [np.full(len(trajectory.decisions), np.nan) for trajectory in group]
-    for steps, trajectory in zip(A, group, strict=True):
+    A = []
+    for trajectory in group:
+        steps = np.full(len(trajectory.decisions), np.nan)
         turns = [t for t, decision in enumerate(trajectory.decisions) if not decision.forced]
-        steps[turns] = gae([values[trajectory.decisions[t].state] for t in turns], trajectory.reward, gamma, lam)
+        V = [values[trajectory.decisions[t].state] for t in turns]
+        steps[turns] = gae(V, trajectory.reward, gamma, lam)
+        A.append(steps)
     return A
 
 
 def whitened(A: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
     """The advantages of all turns of a batch, shifted and scaled to mean 0 and standard deviation 1."""
     turns = np.concatenate([steps for group in A for steps in group])
-    mean, std = np.nanmean(turns), np.nanstd(turns) + 1e-6
+    mean = np.nanmean(turns)
+    std = np.nanstd(turns) + 1e-6
     return [[np.nan_to_num((steps - mean) / std) for steps in group] for group in A]
 
 
@@ -99,11 +105,13 @@ def state_values(critic: QNet, tree: TokenTree, ends: torch.Tensor) -> torch.Ten
 @torch.no_grad()
 def values_of(critic: QNet, chat: Chat, groups: Sequence[Group], room: int) -> dict[State, float]:
     """V of each state in which there was a choice."""
-    decisions = list(dict.fromkeys(d for group in groups for trajectory in group for d in trajectory.decisions))
+    trajectories = itertools.chain(*groups)
+    decisions = list(dict.fromkeys(decision for trajectory in trajectories for decision in trajectory.decisions))
     values = {}
     for pack in pack_decisions(chat, decisions, room):
-        V = state_values(critic, pack.tree, torch.tensor(pack.ends))
-        values |= {decisions[number].state: v for number, v in zip(pack.owner, V.tolist(), strict=True)}
+        V = state_values(critic, pack.tree, torch.tensor(pack.ends)).tolist()
+        for number, v in zip(pack.owner, V, strict=True):
+            values[decisions[number].state] = v
     return values
 
 
@@ -118,33 +126,40 @@ Visits = list[tuple[float, float]]  # (V, A + V) of a decision's state, for each
 
 def returns(groups: Sequence[Group], A: Sequence[list[np.ndarray]], values: dict[State, float]) -> list[Visits]:
     """Those of each decision, numbered as in `batches`."""
-    V = [(values.get(decision.state, 0.0), steps) for decision, steps in by_decision(groups, A)]
-    return [[(v, a + v) for a in steps] for v, steps in V]
+    visits = []
+    for decision, steps in by_decision(groups, A):
+        v = values.get(decision.state, 0.0)
+        visits.append([(v, a + v) for a in steps])
+    return visits
 
 
 def criticise(critic: QNet, minibatch: list[Batch], visits: list[Visits]) -> None:
     """Leave the gradient of the mean value loss over the turns of all trajectories in the critic."""
-    ends = [dict(zip(batch.choices.owner, batch.choices.ends, strict=True)) for batch in minibatch]  # one a turn
-    rows = [[(end, *visit) for number, end in own.items() for visit in visits[number]] for own in ends]
+    rows = []  # of each batch: the last token of a turn's prompt, V and G
+    for batch in minibatch:
+        ends = dict(zip(batch.choices.owner, batch.choices.ends, strict=True))  # one a turn
+        rows.append([(end, *visit) for number, end in ends.items() for visit in visits[number]])
+    n = sum(map(len, rows))
     for batch, own in zip(minibatch, rows, strict=True):
         end, old, target = torch.tensor(own, device=critic.backbone.device).T
-        losses = value_loss(state_values(critic, batch.choices.tree, end.long()), old, target)
-        (losses.sum() / sum(map(len, rows))).backward()
+        V = state_values(critic, batch.choices.tree, end.long())
+        (value_loss(V, old, target).sum() / n).backward()
 
 
 def labelled_states(chat: Chat, labels: Path, room: int) -> Iterator[tuple[TokenTree, dict[int, list[float]]]]:
     """The states of exploration trees in which something was done, in token trees of about `room` tokens; the mean
     final rewards below them by the last token of their prompts. A state without memory comes again."""
-    tree, rewards = TokenTree(), {}
-    for nodes in read_trees(labels, ["q_raw", "messages"]):
-        states, parents = states_of(nodes), {node["parent_id"] for node in nodes[1:]}
+    tree, rewards = TokenTree(), defaultdict(list)
+    for nodes in read_trees(labels, Label):
+        states = states_of(nodes)
+        parents = {node["parent_id"] for node in nodes[1:]}
         for node in nodes:
             if len(tree) > room:
                 yield tree, rewards
-                tree, rewards = TokenTree(), {}
+                tree, rewards = TokenTree(), defaultdict(list)
             if node["node_id"] in parents:
                 end = tree.add(chat.prompt(states[node["node_id"]]))[-1]
-                rewards.setdefault(end, []).append(node["q_raw"])
+                rewards[end].append(node["q_raw"])
     if rewards:
         yield tree, rewards
 
@@ -155,16 +170,28 @@ def warm_up(learner: Learner, critic: QNet, labels: Path, updates: int) -> int:
     packs = labelled_states(learner.chat, labels, 2 * learner.room)
     for number, (tree, rewards) in enumerate(itertools.islice(packs, updates), 1):
         V = state_values(critic, tree, torch.tensor(list(rewards)))
-        (V - V.new_tensor([np.mean(values) for values in rewards.values()])).square().mean().backward()
+        means = V.new_tensor([np.mean(values) for values in rewards.values()])
+        (V - means).square().mean().backward()
         learner.step(number)
         tokens += 3 * len(tree)
     return tokens
 
 
+def mean_rewards(config: Config) -> Path:
+    """The file of labels that `warm_up` reads, made if missing."""
+    labels = config.labels or config.run / "q_labels-avg.jsonl"
+    if meta_of(labels)["recipe"].get("target", "avg") != "avg":
+        raise UserError(f"{labels}: not of `bellman.py --target avg`, whose q_raw the critic learns first")
+    if not labels.exists():
+        find_or_make(None, "build_trees", "trees.jsonl", config)
+        bellman.main([*shared_flags(config), "--target", "avg", "--out", str(labels)])
+    return labels
+
+
 def load_critic(sft: Path, learner: Learner, config: Config) -> QNet:
     """A QNet on the cloned agent's backbone, which learns beside the agent."""
-    backbone, chat, _ = trainable(sft, config, AutoModel)
-    critic = QNet(backbone, chat).train()
+    model, chat, _ = trainable(sft, config)
+    critic = QNet(model.base_model, chat).train()
     weights = [p for p in critic.parameters() if p.requires_grad]
     learner.optimizer.add_param_group({"params": weights, "peak": config.critic_lr})
     return critic
@@ -176,32 +203,32 @@ def main(argv: list[str] | None = None) -> None:
     sft = find_or_make(config.sft, "sft", "sft", config)
     learner = load(sft, config, env)
     critic = load_critic(sft, learner, config)
-    labels = config.labels or config.run / "q_labels-avg.jsonl"
-    if meta_of(labels)["recipe"].get("target", "avg") != "avg":
-        raise UserError(f"{labels}: not of `bellman.py --target avg`, whose q_raw the critic learns first")
-    if config.warm_up and not labels.exists():
-        find_or_make(None, "build_trees", "trees.jsonl", config)
-        bellman.main([*shared_flags(config), "--target", "avg", "--out", str(labels)])
+    inputs: Inputs = {"sft": sft}
+    if config.warm_up:
+        inputs["labels"] = mean_rewards(config)
 
     def iteration(last: dict) -> dict:
-        spent = 0 if last["batch"] else warm_up(learner, critic, labels, config.warm_up)
+        spent = 0
+        if config.warm_up and not last["batch"]:
+            spent = warm_up(learner, critic, inputs["labels"], config.warm_up)
         groups = play(learner, env, last, config, config.chains, 0, 0)
         values = values_of(critic, learner.chat, groups, learner.room)
         A = [advantages(group, values, config.gamma, config.lam) for group in groups]
         white = whitened(A)
         parts = [slice(i, i + config.minibatch) for i in range(0, len(groups), config.minibatch)]
         minibatches = [batches(learner, groups[part], white[part]) for part in parts]  # before the first update
-        visits = [returns(groups[part], A[part], values) for part in parts]
         figures = []
-        for number, (minibatch, own) in enumerate(zip(minibatches, visits, strict=True), last["updates"] + 1):
-            criticise(critic, minibatch, own)
+        every = []  # (V, G) of all minibatches
+        for number, (part, minibatch) in enumerate(zip(parts, minibatches, strict=True), last["updates"] + 1):
+            visits = returns(groups[part], A[part], values)
+            every += itertools.chain(*visits)
+            criticise(critic, minibatch, visits)
             figures.append(update(learner, minibatch, config.kl, config.entropy, number))
-        V, G = np.array(list(itertools.chain.from_iterable(itertools.chain(*visits)))).T
+        V, G = np.array(every).T
         explained = 1 - np.nanvar(G - V) / (np.nanvar(G) + 1e-9)  # variance of the returns
         own = {"explained": round(float(explained), 6), "played": last.get("played", 0) + spent}
         return line_of(last, groups, figures) | own
 
-    inputs = {"sft": sft, "labels": labels}
     learn(learner, env, iteration, config, PASSES, env.task_ids("train"), inputs)
 
 

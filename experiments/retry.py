@@ -8,16 +8,20 @@ named by --server, plays and writes them, and the last three stand below the ins
 """
 
 import dataclasses
+from collections.abc import Callable
 from itertools import product
+
+from tyro.conf import Suppress
 
 import envs
 import q_search
-from experiments.compare import Variant, refuse_unused
+from experiments.compare import Variant
 from q_search import Method, episode
 from qlass import UserError
 from qlass.batching import Request, Score
 from qlass.chat import Chat
 from qlass.messages import State
+from qlass.results import Episode
 from qlass.served import Server
 from qlass.settings import read, run_stage, runtime
 
@@ -28,6 +32,10 @@ PLANS = "\nYour plans after attempts at this task that failed:\n"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config):
     until: tuple[str, ...] = runtime(("oracle",))  # oracle, or values of QNet's, at which it stops
+    method: Suppress[tuple[str, ...]] = runtime(())  # these four are no flags here
+    M: Suppress[tuple[int, ...]] = runtime(())
+    select: Suppress[str] = runtime("q")
+    distinct: Suppress[bool] = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +51,20 @@ class Retry(Variant):
     reflect: bool = False  # write a plan between two trials
 
     async def play(self, env: envs.TextEnv, task_id: str, chat: Chat) -> dict:
-        trials, values, questions, plans = [], [], [], []
+        trials: list[Episode] = []
+        values: list[float] = []
+        questions: list[State] = []
+        plans: list[str] = []
         instruction = env.instruction
         for number in range(self.N):
             trial = await episode(env, task_id, self, number, chat.rendering)
             trials.append(trial)
             end = trial[-1]
-            values.append((await Score(end.state, (end.action,)))[0] if self.select == "q" else end.reward)
-            if values[-1] >= self.stop:
+            value = end.reward
+            if self.select == "q":
+                (value,) = await Score(end.state, (end.action,))
+            values.append(value)
+            if value >= self.stop:
                 break
             if self.reflect and number + 1 < self.N:
                 questions.append(end.state.then(end.action, end.observation + ASK))
@@ -77,15 +91,23 @@ def plan_of(config: Config) -> list[Method]:
     return list(dict.fromkeys(plan))
 
 
+def answer_by(server: Server) -> Callable[[list[Reflect]], list[str]]:
+    """What answers `Reflect` requests by a chat model."""
+
+    def plan(request: Reflect) -> str:
+        choice, _ = server.chat(request.state.messages)
+        return choice.message.content or ""
+
+    return lambda requests: list(map(plan, requests))
+
+
 def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
-    refuse_unused(config, "method", "M", "select", "distinct")
     env, tasks = q_search.environment(config)
     plan = plan_of(config)
     chat, models, inputs = q_search.load(config, env, with_q=any(method.needs_q for method in plan))
     if config.server:
-        ask = Server(config.server).chat
-        models[Reflect] = lambda requests: [ask(request.state.messages)[0].message.content for request in requests]
+        models[Reflect] = answer_by(Server(config.server))
     q_search.evaluate(config, env, tasks, plan, chat, models, inputs)
 
 

@@ -14,7 +14,6 @@ trajectory through it: outcome rewards become a signal for steps, without a valu
 steps to it; --normalise mean leaves out the division, as its release does on WebShop (docs/differences.md).
 """
 
-import copy
 import dataclasses
 import zlib
 from collections import defaultdict
@@ -225,12 +224,11 @@ def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, nu
 
 def play(learner: Learner, env: envs.TextEnv, last: dict, config: Update, *shape: int) -> list[Group]:
     """The trajectories of the next batch's tasks, of forests of `shape` M, N, L, by the agent as it is now."""
-    chat = copy.copy(learner.chat)
-    chat.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)  # the distribution that is trained
+    rendering = learner.chat.rendering
     tasks = batch_of(env.task_ids("train"), config.seed, last["batch"], config.batch_tasks)
     key = ("grpo", config.seed, last["batch"] + 1)
-    growing = (forest(env.fork(), task, *shape, chat.rendering, (*key, i)) for i, task in enumerate(tasks))
-    return learner.drive(growing, env, config.seed, chat)
+    growing = (forest(env.fork(), task, *shape, rendering, (*key, i)) for i, task in enumerate(tasks))
+    return learner.drive(growing, env, config.seed)
 
 
 def line_of(last: dict, groups: list[Group], figures: Sequence[torch.Tensor]) -> dict:

@@ -21,11 +21,12 @@ from itertools import product
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from tyro.conf import arg
+from tyro.conf import Suppress, arg
 
 import envs
 import q_search
-from experiments.compare import Variant, refuse_unused
+from experiments import All, several
+from experiments.compare import Variant
 from q_search import Method, distinct_actions
 from qlass import UserError, outputs
 from qlass.batching import Candidate, Sample, Score, ask
@@ -45,6 +46,16 @@ class Config(q_search.Config):
     tau: tuple[float, ...] = runtime((0.1,))  # temperature of resampling
     c: Annotated[tuple[float, ...], arg(aliases=["-c"])] = runtime((1.0,))  # weight of the prior, of mcts
     gamma: tuple[float, ...] = runtime(())  # that of the QNet's labels, or .9
+    select: Suppress[str] = runtime("q")  # these two are no flags here
+    distinct: Suppress[bool] = False
+
+
+class Draws(All):
+    """Samples in several states."""
+
+
+class Values(All):
+    """Scores in several states."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,36 +84,46 @@ class Search:
     """A task's environment, and what was drawn and stepped in it."""
 
     def __init__(self, env: envs.TextEnv, task_id: str, method: Method, rendering: Rendering) -> None:
-        self.env, self.task_id, self.method, self.rendering = env, task_id, method, rendering
+        self.env, self.task_id = env, task_id
+        self.method, self.rendering = method, rendering
         self.expanded: list[Step] = []
         self.env_steps = self.restores = self.replayed = 0
-        self.root = self.arrive(Node(state=State.first(env, *env.reset(options={"task_id": task_id}))))
+        observation, info = env.reset(options={"task_id": task_id})
+        self.root = self.arrive(Node(state=State.first(env, observation, info)))
 
     def arrive(self, node: Node, trial: int = 0) -> Node:
         """The environment is in this node. Its draws are those of a trajectory of q_search.py that comes by."""
         self.at = node
         if not node.done:
-            node.snapshot, key = self.env.snapshot(), (self.task_id, trial, len(node.path))
+            key = (self.task_id, trial, len(node.path))
+            node.snapshot = self.env.snapshot()
             node.request = ask(self.env, node.state, self.method.M, key, self.rendering, self.method.temperature)
         return node
 
     async def expand(self, *nodes: Node) -> None:
         """Give nodes their children: the distinct of M draws, with their Q (Alg. 4, lines 5-7)."""
-        nodes = [node for node in nodes if not (node.done or node.children)]
-        if nodes:
-            draws = [await node.request for node in nodes]
-            candidates = [distinct_actions(self.env, [candidate.text for candidate in drawn]) for drawn in draws]
-            values = [await Score(n.state, tuple(c)) for n, c in zip(nodes, candidates, strict=True)]
-            for node, drawn, actions, scores in zip(nodes, draws, candidates, values, strict=True):
-                node.drawn = drawn
-                node.children = list(map(Node, actions, priors(self.env, drawn, actions), scores, scores))
-                self.expanded.append(Step(node.state, drawn, actions, scores, "", "", 0.0))
+        new = [node for node in nodes if not (node.done or node.children)]
+        if not new:
+            return
+        draws = await Draws(tuple(node.request for node in new))
+        candidates = []
+        questions = []
+        for node, drawn in zip(new, draws, strict=True):
+            actions = distinct_actions(self.env, [candidate.text for candidate in drawn])
+            candidates.append(actions)
+            questions.append(Score(node.state, tuple(actions)))
+        values = await Values(tuple(questions))
+        for node, drawn, actions, scores in zip(new, draws, candidates, values, strict=True):
+            node.drawn = drawn
+            node.children = list(map(Node, actions, priors(self.env, drawn, actions), scores, scores))
+            self.expanded.append(Step(node.state, drawn, actions, scores, "", "", 0.0))
 
     def step(self, node: Node, child: Node) -> Node:
         """Step a child of the node that the environment is in. Returns it, arrived."""
         child.state, reward, child.done = node.state.act(self.env, child.action)
         self.env_steps += 1
-        candidates, values = [c.action for c in node.children], [c.value for c in node.children]
+        candidates = [other.action for other in node.children]
+        values = [other.value for other in node.children]
         step = Step(node.state, node.drawn, candidates, values, child.action, child.state.observation, reward)
         child.path = *node.path, step
         return self.arrive(child, node.request.key[1])
@@ -146,10 +167,12 @@ class Search:
 
     async def beam(self, k: int) -> Node:
         """Level by level the k candidates of highest Q, until k have ended; of these the one of the highest last Q."""
-        ended, level = [], [self.root]
+        ended: list[Node] = []
+        level = [self.root]
         while level and len(ended) < k:
             await self.expand(*level)
-            pool = sorted(((node, child) for node in level for child in node.children), key=lambda pair: -pair[1].q)
+            pool = [(node, child) for node in level for child in node.children]
+            pool.sort(key=lambda pair: -pair[1].q)
             children = [self.follow(node, child) for node, child in pool[:k]]
             ended += [child for child in children if child.done]
             level = [child for child in children if not child.done]
@@ -194,7 +217,8 @@ class Search:
                     self.env.restore(chain.snapshot)  # not counted: in its environment it is there
                     chains[i] = self.step(chain, chain.children[0])
             values = np.array([gamma ** len(chain.path) * chain.q for chain in chains])
-            weights = np.exp((values - last - (values - last).max()) / tau)
+            gains = values - last
+            weights = np.exp((gains - gains.max()) / max(tau, 1e-6))
             weights /= weights.sum()
             if 1 / (weights**2).sum() < n / 2:
                 u = uniforms(1, "resampled", self.task_id, self.env_steps)[0]
@@ -221,7 +245,8 @@ def priors(env: envs.TextEnv, drawn: Sequence[Candidate], actions: Sequence[str]
     for text, p in likely.items():
         mass[env.canonical(parse_action(text))] += p
     shares = [mass[env.canonical(parse_action(action))] for action in actions]
-    return [share / sum(shares) if sum(shares) > 0 else 1 / len(shares) for share in shares]
+    total = sum(shares)
+    return [share / total if total > 0 else 1 / len(shares) for share in shares]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,11 +285,11 @@ def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
     if not config.method:
         raise UserError("--method: name one or more of lookahead, beam, mcts, particles")
-    refuse_unused(config, "distinct", "select")
     env, tasks = q_search.environment(config)
     chat, models, inputs = q_search.load(config, env, with_q=True)
     labels = outputs.input_of(inputs["qnet"], "labels")
     gamma = outputs.meta_of(labels)["recipe"].get("gamma", 0.9) if labels else 0.9
+    models |= {Draws: several(models[Sample]), Values: several(models[Score])}
     q_search.evaluate(config, env, tasks, plan_of(config, gamma), chat, models, inputs)
 
 

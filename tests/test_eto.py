@@ -13,10 +13,10 @@ from experiments.eto import Preference, dpo_loss, failures, pack_preferences, si
 from experiments.learning import Learner
 from qlass import UserError
 from qlass.chat import Rendering
-from qlass.outputs import read_jsonl
-from qlass.messages import State, parse_action, react
-from qlass.policy import Policy
 from qlass.demonstrations import Demonstration
+from qlass.messages import State, parse_action, react
+from qlass.outputs import read_jsonl
+from qlass.policy import Policy
 
 
 def shown(line: dict) -> Demonstration:
@@ -61,13 +61,19 @@ def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
 
 def tree(*nodes, task="t"):
     messages = trajectory("left")["messages"][:3]
-    root = node(0, None, task_id=task, q=0.5, nodes=len(nodes) + 1, task="find the purse", messages=messages)
-    return [root, *(node(i, at, task_id=task, action=a, q=q) for i, (at, a, q) in enumerate(nodes, 1))]
+    root = node(0, None, task_id=task, nodes=len(nodes) + 1, task="find the purse", messages=messages)
+    below = [node(i, at, task_id=task, action=action, q=q) for i, (at, action, q) in enumerate(nodes, 1)]
+    return [{"q": 0.5, "q_raw": 0.5} | line for line in (root, *below)]
 
 
 def test_the_best_sibling_is_preferred_to_each_that_is_worse_by_more_than_the_gap():
-    nodes = tree((0, "Action: a", 0.9), (1, "Action: c", 0.3), (1, "Action: d", 1.0), (0, "Action: b", 0.2),
-                 (0, "Action: e", 0.88))  # fmt: skip
+    nodes = tree(
+        (0, "Action: a", 0.9),
+        (1, "Action: c", 0.3),
+        (1, "Action: d", 1.0),
+        (0, "Action: b", 0.2),
+        (0, "Action: e", 0.88),
+    )
     pairs = [(*win, *lose) for win, lose in siblings(FakeEnv(), Rendering(), nodes)]
     assert [(win.action[-1], lose.action[-1]) for win, lose in pairs] == [("a", "b"), ("d", "c")]
     nodes = tree((0, "Action: right", 0.9), (1, "Action: left", 0.1), (1, "Action: right", 0.8), task="train0")
@@ -120,7 +126,7 @@ def start(fake_world, agent, tmp_path):
     def run(name, records, *flags):
         (tmp_path / name).write_text(dump(records))
         eto.main(["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), *flags])
-        return list(read_jsonl(tmp_path / "sft-eto-siblings.updates.jsonl"))
+        return read_jsonl(tmp_path / "sft-eto-siblings.updates.jsonl")
 
     return run
 
@@ -134,5 +140,7 @@ def test_it_learns_from_siblings(start):
 
 
 def test_demonstrations_of_no_reward_or_of_test_tasks_teach_nothing(start):
+    lines = [trajectory("left"), trajectory("left", task="test0")]
+    del lines[0]["reward"]
     with pytest.raises(UserError, match=r"expert.jsonl: none of its demonstrations has the id and the reward"):
-        start("expert.jsonl", [trajectory("left") | {"reward": None}, trajectory("left", task="test0")])
+        start("expert.jsonl", lines, "--expert", "expert.jsonl")

@@ -1,19 +1,15 @@
-"""Self-training: which trajectories are made, which are kept, and what stage 1 is then asked to do."""
-
-import json
-from types import SimpleNamespace
+"""Self-training: which trajectories are made, which are kept, and in which file stage 1 finds them."""
 
 import pytest
-from fakes import FakeEnv, Script, dump, run, settings_of, word_chat
+from fakes import FakeEnv, Script, dump, run, word_chat
 from test_bellman import node
 
-import sft
 from experiments import self_train
 from experiments.self_train import best_branch, kept
 from q_search import Method
-from qlass import Refused, UserError
-from qlass.outputs import read_jsonl
+from qlass import demonstrations
 from qlass.messages import State, parse_action
+from qlass.outputs import meta_of, read_jsonl, sha256, write_json
 
 
 def tree(*nodes):
@@ -25,11 +21,12 @@ def tree(*nodes):
 def test_best_branch_by_hand():
     expert, fair = node(1, 0, 1.0, done=True, source="expert"), node(3, 2, 0.6, done=True, depth=2)
     longer = [node(4, 0, depth=1), node(5, 4, depth=2), node(6, 5, 0.6, done=True, depth=3)]
-    line = best_branch(tree(expert, node(2, 0, depth=1), fair, *longer))
+    (line,) = best_branch(tree(expert, node(2, 0, depth=1), fair, *longer))
     assert [m["content"] for m in line["messages"]] == ["start", "Action: 2", "saw 2", "Action: 3"]
     assert (line["task_id"], line["env"], line["task"], line["reward"]) == ("t", "fake", "find", 0.6)
     # The agent continues from the expert's node: its own branch all the same.
-    assert best_branch(tree(node(2, 0, source="expert"), fair))["reward"] == 0.6
+    assert best_branch(tree(node(2, 0, source="expert"), fair))[0]["reward"] == 0.6
+    assert best_branch(tree(expert)) == []
 
 
 def line(text, reward):
@@ -48,8 +45,8 @@ def test_kept_are_new_distinct_and_good():
 def test_trajectories_are_whole_chats_with_their_reward():
     policy = Script({(): "left right", ("right",): "left right", ("right", "right"): "right"})
     lines, requests = run(self_train.trajectories(FakeEnv(), "train0", Method("sample", N=3), word_chat()), policy)
-    assert [tuple(parse_action(m["content"]) for m in line["messages"][3::2]) for line in lines] == [
-        ("left", "left"), ("right", "left"), ("left", "left")]  # fmt: skip
+    walks = [tuple(parse_action(m["content"]) for m in line["messages"][3::2]) for line in lines]
+    assert walks == [("left", "left"), ("right", "left"), ("left", "left")]
     assert [line["reward"] for line in lines] == [0.0, 0.4, 0.0]
     first = len(word_chat().prompt(State.load(lines[0]["messages"][:3], lines[0]["task"])))
     assert first < lines[0]["tokens"]["prompt"] < 3 * first  # what they begin with is read once
@@ -57,81 +54,48 @@ def test_trajectories_are_whole_chats_with_their_reward():
 
 
 @pytest.fixture
-def stage(tmp_path, fake_world, monkeypatch):
-    """A run folder with an SFT checkpoint of two demonstrations, models by script; it returns what sft.main got."""
-    policy, messages = Script({}, "right left"), State((("user", "walk"), ("assistant", "OK"))).dump()
-
-    def sample(requests):
-        start.sampled += requests
-        return [Refused("against the rules") if r.key[0] in start.refused else policy(r) for r in requests]
-
-    def score(requests):
-        return [[float("right" in action) for action in r.actions] for r in requests]
-
-    def load(path, config, env=None):
-        start.loaded.append((path, config.seed))
-        return SimpleNamespace(chat=word_chat(), sample=sample, score=score)
-
-    def start(*argv):
-        start.sampled, start.loaded, start.calls = [], [], []
-        self_train.main(["--run", str(tmp_path), "--threshold", "0", *argv])
-        return start.calls[-1]
-
-    start.refused = ()
-    expert = [{"messages": messages, "task": "", "reward": 1, "task_id": f"mine{i}"} for i in range(3)]
+def stage(tmp_path, fake_world, agent, value_net, monkeypatch):
+    """Self-training of an agent that was cloned from two of three demonstrations; the file that it leaves."""
+    monkeypatch.setattr(FakeEnv, "rules", lambda self: {})
+    (tmp_path / "sft").symlink_to(agent)
+    (tmp_path / "qnet").symlink_to(value_net)
+    messages = State((("user", "walk"), ("assistant", "OK"))).dump()
+    expert = [{"messages": messages, "task": "", "reward": 1.0, "task_id": f"mine{i}"} for i in range(3)]
     (tmp_path / "expert.jsonl").write_text(dump(expert))
-    for name in ("sft", "qnet"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")  # an empty folder waits for a checkpoint, and is none
-    recipe = {"model": "tiny", "n_expert": 2, "epochs": 0, "precision": "float32"}
-    argv = ["--lr", "0.5", "--patience", "5", "--max-tokens", "99", "--micro-tokens", "11", "--overwrite"]
-    meta = {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}, "argv": argv, "epochs": 7, "batch": 3}
-    (tmp_path / "sft.meta.json").write_text(json.dumps(meta))
-    monkeypatch.setattr(self_train, "load_agent", load)
-    monkeypatch.setattr(self_train, "load_qnet", load)
-    monkeypatch.setattr(sft, "main", lambda argv: start.calls.append(settings_of(sft, *argv)))
+    recipe = {"model": "tiny", "n_expert": 2, "expert": sha256(tmp_path / "expert.jsonl")}
+    meta = {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}}
+    write_json(tmp_path / "sft.meta.json", meta)
+
+    def start(method, *flags):
+        argv = ["--env", "frozenlake", "--run", str(tmp_path), "--method", method, "--threshold", "0", *flags]
+        self_train.main(argv)
+        return read_jsonl(tmp_path / f"self_train-{method}.jsonl")
+
     return start
 
 
-def test_q_guided_trajectories_are_merged_and_trained_on(stage, tmp_path):
-    flags = stage("--method", "qlass", "--name", "target-q")
-    merged = list(read_jsonl(tmp_path / "self_train-target-q.jsonl"))
-    # Two demonstrations (n_expert), and the one best walk, which is the same text in all six tasks.
-    assert [line["task_id"] for line in merged[:2]] == ["mine0", "mine1"]
-    assert [line.get("source") for line in merged] == [None, None, "policy"]
-    assert [parse_action(m["content"]) for m in merged[2]["messages"][3::2]] == ["right", "right", "right"]
-    assert len(list(read_jsonl(tmp_path / "self_train-target-q.rollouts.jsonl"))) == 6
-    assert {r.n for r in stage.sampled} == {3}  # M = 3
-    (agent, luck), (qnet, seed) = stage.loaded
-    assert (agent, qnet) == (tmp_path / "sft", tmp_path / "qnet") and luck != seed
-    assert (flags.expert, flags.out) == (tmp_path / "self_train-target-q.jsonl", tmp_path / "sft-target-q")
-    # As it was trained before, in the flags of then and in what was chosen: a method may not win by longer training.
-    assert (flags.model, flags.n_expert, flags.overwrite) == ("tiny", 3, False)
-    again = {"lr": 0.5, "patience": 5, "max_tokens": 99, "micro_tokens": 11, "epochs": 7, "batch": 3}
-    assert {name: getattr(flags, name) for name in again} == again
+def test_new_trajectories_stand_behind_the_demonstrations_that_the_agent_was_cloned_from(stage, tmp_path, capsys):
+    merged = stage("qlass", "-N", "2")
+    assert [line["task_id"] for line in merged[:2]] == ["mine0", "mine1"]  # n_expert
+    read = demonstrations.read(tmp_path / "self_train-qlass.jsonl", FakeEnv())
+    assert [tau.source for tau in read] == ["expert"] * 2 + ["policy"] * (len(merged) - 2)
+    played = read_jsonl(tmp_path / "self_train-qlass.rollouts.jsonl")
+    assert [len(record["trajectories"]) for record in played] == [2] * 6
+    texts = {str(line["messages"]) for record in played for line in record["trajectories"]}
+    assert len(texts) == len(merged) - 2 == meta_of(tmp_path / "self_train-qlass.jsonl")["kept"]  # each once
+    flags = f"--expert {tmp_path}/self_train-qlass.jsonl --n-expert {len(merged)} --out {tmp_path}/sft-qlass"
+    assert flags in capsys.readouterr().out
 
 
-def test_a_task_that_a_server_refuses_has_no_trajectory(stage, tmp_path, capsys):
-    stage.refused = ("train1",)
-    stage("--method", "rft")
-    lines = {line["task_id"]: line["trajectories"] for line in read_jsonl(tmp_path / "self_train-rft.rollouts.jsonl")}
-    assert [task for task in lines if not lines[task]] == ["train1"] and len(lines) == 6
-    assert "train1 has no trajectory: against the rules" in capsys.readouterr().err
+def test_a_second_call_plays_nothing_and_another_threshold_chooses_anew(stage, tmp_path, monkeypatch):
+    merged = stage("rft")
+    monkeypatch.setattr(self_train, "load_agent", lambda *_: 1 / 0)
+    assert stage("rft") == merged
+    best = max(line["reward"] for line in merged[2:])
+    assert {line["reward"] for line in stage("rft", "--threshold", str(best))[2:]} == {best}
 
 
-def test_rejection_sampling_plays_once_and_the_trees_best_branches_not_at_all(stage, tmp_path):
-    for sampled in ({1}, set()):
-        flags = stage("--method", "rft", "-N", "2")
-        assert flags.expert == tmp_path / "self_train-rft.jsonl"
-        assert {r.n for r in stage.sampled} == sampled and len(stage.loaded) <= 1
-    (tmp_path / "sft-rft").mkdir()
-    merged = tmp_path / "self_train-rft.jsonl"
-    stage("--method", "rft", "-N", "2")  # the same again
-    merged.write_text(before := merged.read_text() + "{}\n")
-    with pytest.raises(UserError, match=r"sft-rft was cloned from .*, which would change: --overwrite"):
-        stage("--method", "rft", "-N", "2")
-    assert merged.read_text() == before
+def test_the_trees_best_branches_need_no_agent(stage, tmp_path, monkeypatch):
+    monkeypatch.setattr(self_train, "load_agent", lambda *_: 1 / 0)
     (tmp_path / "trees.jsonl").write_text(dump(tree(node(1, 0, 1.0, done=True))))
-    stage("--method", "tree")
-    assert [line["task_id"] for line in read_jsonl(tmp_path / "self_train-tree.jsonl")] == ["mine0", "mine1", "t"]
-    assert not stage.loaded
+    assert [line["task_id"] for line in stage("tree")] == ["mine0", "mine1", "t"]

@@ -23,26 +23,37 @@ from qlass.fast.decode import FastPolicy
 from qlass.messages import State
 from train_qnet import QNet
 
+WALKS = {(): "left right right", ("right",): "left right", ("left",): "right left"}
+
 
 def grow(M, N, L, key=("k",), script=None):
+    """A forest, the requests for it, and the environment that it was played in."""
     env = FakeEnv()
-    policy = script or Script({(): "left right right", ("right",): "left right", ("left",): "right left"}, "right left")
-    return (*run(forest(env, "train0", M, N, L, Rendering(candidates="valid"), key), policy), env)
+    growing = forest(env, "train0", M, N, L, Rendering(candidates="valid"), key)
+    group, requests = run(growing, script or Script(WALKS, "right left"))
+    return group, requests, env
+
+
+def word(action):
+    return action.split()[-1]
 
 
 @pytest.mark.parametrize(("M", "N", "L"), [(4, 2, 0), (1, 2, 1), (2, 2, 1), (3, 1, 4)])
 def test_leaves_their_number_and_each_edge_played_once(M, N, L):
     group, requests, env = grow(M, N, L)
-    assert [trajectory.tree for trajectory in group] == [i for i in range(M) for _ in range(N * L + 1)]
+    trees = np.repeat(range(M), N * L + 1)
+    assert [trajectory.tree for trajectory in group] == trees.tolist()
     assert len(env.played) == len(requests) == tree_grpo.env_steps(group)
     assert len({request.key for request in requests}) == len(requests)  # no noise is used twice
     assert {request.temperature for request in requests} == {1.0}  # the distribution that is trained
     for trajectory in group:  # leaves earn what their paths pay
         node = WORLD
-        for i, decision in enumerate(trajectory.decisions):
-            assert path_of(decision.state) == tuple(d.action.split()[-1] for d in trajectory.decisions[:i])
-            assert {text.split()[-1] for text in decision.valid} == set(node)
-            node = node[decision.action.split()[-1]]
+        path = ()
+        for decision in trajectory.decisions:
+            assert path_of(decision.state) == path
+            assert set(map(word, decision.valid)) == set(node)
+            node = node[word(decision.action)]
+            path = (*path, word(decision.action))
         assert trajectory.reward == node
 
 
@@ -50,7 +61,8 @@ def test_the_drawn_nodes_are_the_root_and_what_is_no_leaf():
     starts = Counter()
     for i in range(300):
         (first, second), _, _ = grow(1, 1, 1, key=(i,), script=Script({}, "right"))
-        starts[sum(a is b for a, b in zip(first.decisions, second.decisions, strict=True))] += 1
+        both = zip(first.decisions, second.decisions, strict=True)
+        starts[sum(a is b for a, b in both)] += 1
     assert set(starts) == {0, 1, 2} and min(starts.values()) > 70  # root, right, right right: a third each
 
 
@@ -67,7 +79,11 @@ def test_siblings_on_slippery_ice_have_luck_of_their_own():
 
 
 def trajectory(reward, *observations, tree=0):
-    return Trajectory(tuple(Decision(State((("user", o),)), "go") for o in observations), reward, tree)
+    decisions = []
+    for observation in observations:
+        state = State((("user", observation),))
+        decisions.append(Decision(state, "go"))
+    return Trajectory(tuple(decisions), reward, tree)
 
 
 def trees_of(rewards):
@@ -77,10 +93,11 @@ def trees_of(rewards):
 def test_advantages_by_hand():
     trees = trees_of([[1.0, 0.0, 0.5], [0.5, 0.5, 0.5]])
     # All six: mean .5, squares .25 + .25, unbiased variance .1. First tree: mean .5, std .5. Second tree: flat.
-    inter = [0.5 / 0.1**0.5, -0.5 / 0.1**0.5, 0, 0, 0, 0]
-    for kind, intra in (("inter", 0), ("intra", 1), ("both", 1)):
-        expected = np.array(inter) * (kind != "intra") + intra * np.array([1, -1, 0, 0, 0, 0])
-        np.testing.assert_allclose(np.concatenate(advantages(trees, kind)), expected, atol=1e-4)
+    inter = np.array([0.5, -0.5, 0, 0, 0, 0]) / 0.1**0.5
+    intra = np.array([1, -1, 0, 0, 0, 0])
+    for kind, expected in (("inter", inter), ("intra", intra), ("both", inter + intra)):
+        A = np.concatenate(advantages(trees, kind))
+        np.testing.assert_allclose(A, expected, atol=1e-4)
     chains = advantages(trees_of([[1.0], [0.0]]))  # chain GRPO: no tree compares anything
     np.testing.assert_allclose(np.concatenate(chains), [0.5**0.5, -(0.5**0.5)], atol=1e-5)
 
@@ -88,14 +105,18 @@ def test_advantages_by_hand():
 @pytest.mark.parametrize("std", [True, False])
 def test_gigpos_second_group_are_discounted_visits_to_an_equal_observation(std):
     group = [trajectory(1.0, "start", "hall"), trajectory(0.8, "start", "cave", "hall"), trajectory(0.5, "x")]
-    A = [advantages(group, kind, 0.5, std) for kind in ("states", "inter")]
-    extra = [a - b for a, b in zip(*A, strict=True)]
+    both = np.concatenate(advantages(group, "states", 0.5, std))
+    inter = np.concatenate(advantages(group, "inter", 0.5, std))
     # start: 1 in two steps, .8 in three: .5 and .2, mean .35; hall: 1 and .8, mean .9; cave and x stand alone
-    start, hall = (0.5**0.5, 0.5**0.5) if std else (0.15, 0.1)  # of two values the unbiased std is sqrt 2 half the gap
-    for values, expected in zip(extra, ([start, hall], [-start, 0, -hall], [0]), strict=True):
-        np.testing.assert_allclose(values, expected, atol=1e-4)
-    inter = np.array([1.0, 0.8, 0.5]) - 2.3 / 3
-    np.testing.assert_allclose([a[0] for a in A[1]], inter / np.std([1, 0.8, 0.5], ddof=1) ** std, atol=1e-4)
+    start, hall = 0.15, 0.1
+    if std:  # of two values the unbiased std is sqrt 2 half the gap
+        start = hall = 0.5**0.5
+    np.testing.assert_allclose(both - inter, [start, hall, -start, 0, -hall, 0], atol=1e-4)
+    rewards = np.array([1.0, 0.8, 0.5])
+    gains = rewards - rewards.mean()
+    if std:
+        gains /= np.std(rewards, ddof=1)
+    np.testing.assert_allclose(inter, np.repeat(gains, [2, 3, 1]), atol=1e-4)
 
 
 def plain_choices(model, chat, decision):
@@ -106,8 +127,9 @@ def plain_choices(model, chat, decision):
         return model(input_ids=torch.tensor([[*prompt, *written]])).logits[0, -1].log_softmax(-1)
 
     if not decision.valid:
-        every = [next_token(taken[:i]) for i in range(len(taken))]
-        yield from ((logp[token], -(logp.exp() * logp).sum()) for logp, token in zip(every, taken, strict=True))
+        for i, token in enumerate(taken):
+            logp = next_token(taken[:i])
+            yield logp[token], -(logp.exp() * logp).sum()
         return
     texts = [chat.action(text, decision.state.task) for text in decision.valid]
     every = torch.stack([log_pi(next_token, ids, texts) for ids in texts])
@@ -124,10 +146,11 @@ def world(request):
         texts = itertools.cycle(["left", "right", "find", "right", "left"])
         answer = lambda requests: [say(next(texts)) for _ in requests]  # noqa: E731
     growing = (forest(FakeEnv(), f"train{i}", 2, 2, 1, chat.rendering, (i,)) for i in range(2))
-    groups = [
-        [dataclasses.replace(t, reward=t.reward + 0.1 * (i % 3)) for i, t in enumerate(group)]
-        for group in drive(growing, {Sample: answer})
-    ]
+    groups = []
+    for group in drive(growing, {Sample: answer}):
+        groups.append([])
+        for i, t in enumerate(group):
+            groups[-1].append(dataclasses.replace(t, reward=t.reward + 0.1 * (i % 3)))
     return chat, model, old, reference, groups
 
 
@@ -141,24 +164,28 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
             for decision, a in zip(trajectory.decisions, steps, strict=True):
                 three = [list(plain_choices(m, chat, decision)) for m in (model, old, reference)]
                 for (logp, entropy), (before, _), (anchor, _) in zip(*three, strict=True):
-                    before, anchor, n = before.detach(), anchor.detach(), n + 1
-                    ratio = (logp - before).exp()
+                    n += 1
+                    ratio = (logp - before.detach()).exp()
                     surrogate = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
-                    surrogate = surrogate.clamp(max=-3 * a) if a < 0 else surrogate
-                    d = anchor - logp
-                    loss = loss + surrogate + kl * (d.exp() - d - 1).clamp(max=10) - bonus * entropy
+                    if a < 0:
+                        surrogate = surrogate.clamp(max=-3 * a)
+                    d = anchor.detach() - logp
+                    divergence = (d.exp() - d - 1).clamp(max=10)
+                    loss = loss + surrogate + kl * divergence - bonus * entropy
     (loss / n).backward()
     plain = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
 
     learner = Learner(model, reference, chat, 1e-3)
     learner.room = room
-    packs, total = batches(learner, groups, [advantages(group) for group in groups]), 0.0
+    packs = batches(learner, groups, list(map(advantages, groups)))
+    total = 0.0
     assert (len(packs) > 1) == (room == 5)
     for batch in packs:
         with torch.no_grad():
             batch.old = batch.choices.logprobs(old)[0]
-        part = tree_grpo.policy_loss(*batch.choices.logprobs(model), batch, kl, bonus) / n
+        logp, entropy = batch.choices.logprobs(model)
+        part = tree_grpo.policy_loss(logp, entropy, batch, kl, bonus) / n
         part.backward()
         total += part.item()
     assert sum(float(batch.visits.sum()) for batch in packs) == n
@@ -191,7 +218,8 @@ VALID = ("Action: left", "Action: right")
 
 def walk(reward, *observations, forced=()):
     """A walk to the left through these pages; in the `forced` ones there is one valid action."""
-    state, decisions = State((("user", "walk"),), "find"), []
+    state = State((("user", "walk"),), "find")
+    decisions = []
     for t, observation in enumerate(observations):
         state = State((*state.messages, ("user", observation)), "find")
         decisions.append(Decision(state, VALID[0], VALID[: 1 if t in forced else 2]))
@@ -201,18 +229,20 @@ def walk(reward, *observations, forced=()):
 
 def test_advantages_and_the_critics_loss_by_hand():
     # A_3 = 1 - .4; A_2 = .5 x .4 - .2 + .25 A_3; A_1 = .5 x .2 - .5 + .25 A_2
-    np.testing.assert_allclose(ppo.gae([0.5, 0.2, 0.4], 1.0, 0.5, 0.5), [-0.3625, 0.15, 0.6])
-    np.testing.assert_allclose(ppo.gae([0.5, 0.2, 0.4], 1.0, 1.0, 1.0), [0.5, 0.8, 0.6])  # R - V
-    np.testing.assert_allclose(ppo.gae([0.5, 0.2, 0.4], 1.0, 0.9, 0.0), [0.9 * 0.2 - 0.5, 0.9 * 0.4 - 0.2, 0.6])
-    V, old, target = torch.tensor([0.5, 0.9, 0.1]), torch.tensor([0.4, 0.4, 0.4]), torch.tensor([1.0, 1.0, 1.0])
+    values = [0.5, 0.2, 0.4]
+    np.testing.assert_allclose(ppo.gae(values, 1.0, 0.5, 0.5), [-0.3625, 0.15, 0.6])
+    np.testing.assert_allclose(ppo.gae(values, 1.0, 1.0, 1.0), [0.5, 0.8, 0.6])  # R - V
+    np.testing.assert_allclose(ppo.gae(values, 1.0, 0.9, 0.0), [0.9 * 0.2 - 0.5, 0.9 * 0.4 - 0.2, 0.6])
     # within the clip; beyond it V would count as .6; away from the target V itself is worse than .2
-    assert_close(ppo.value_loss(V, old, target), torch.tensor([0.5**2, 0.4**2, 0.9**2]) / 2)
+    losses = ppo.value_loss(torch.tensor([0.5, 0.9, 0.1]), torch.full((3,), 0.4), torch.ones(3))
+    assert_close(losses, torch.tensor([0.5**2, 0.4**2, 0.9**2]) / 2)
 
 
 def test_forced_steps_are_no_turns():
     short, long = walk(1.0, "start", "left"), walk(1.0, "start", "walk", "left", forced=[1])
-    values = {decision.state: 0.5 for t in (short, long) for decision in t.decisions if not decision.forced}
-    (a,), (b,) = (ppo.advantages([t], values, 0.9, 0.8) for t in (short, long))
+    values = dict.fromkeys((decision.state for decision in short.decisions + long.decisions), 0.5)
+    (a,) = ppo.advantages([short], values, 0.9, 0.8)
+    (b,) = ppo.advantages([long], values, 0.9, 0.8)
     assert a.tolist() == b[[0, 2]].tolist() and np.isnan(b[1])
     ((white,),) = ppo.whitened([[b]])
     assert white[1] == 0 and white[[0, 2]] == pytest.approx([-1, 1], abs=1e-4)
@@ -242,12 +272,14 @@ def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidat
     torch.stack(losses).mean().backward()
     expected = [p.grad.clone() for p in critic.parameters()]
     critic.zero_grad()
-    ppo.criticise(critic, batches(learner, groups, ppo.whitened(A)), ppo.returns(groups, A, values))
+    minibatch = batches(learner, groups, ppo.whitened(A))
+    ppo.criticise(critic, minibatch, ppo.returns(groups, A, values))
     assert_close([p.grad for p in critic.parameters()], expected, atol=1e-5, rtol=1e-3)
 
 
 def test_the_critic_begins_with_the_mean_reward_below_a_state(tmp_path):
-    chat, labels = word_chat(candidates="valid", temperature=1.0), tmp_path / "labels.jsonl"
+    chat = word_chat(candidates="valid", temperature=1.0)
+    labels = tmp_path / "labels.jsonl"
     other = [n | {"task_id": "u", "reward": 0.0} for n in tree_by_hand()]  # of the same states
     labels.write_text(dump([*label(tree_by_hand(), "avg", 0.9), *label(other, "avg", 0.9)]))
     critic = QNet(tiny_backbone(chat), chat, hidden=32).train()

@@ -10,7 +10,6 @@ from experiments import retry, tree_search
 from experiments.retry import Reflect, Retry
 from experiments.tree_search import TreeSearch
 from q_search import Method
-from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
 from qlass.messages import parse_action, react, uniforms
 from qlass.results import environment_tokens
@@ -24,16 +23,29 @@ BLIND = [("lookahead", {"gamma": 0.9}), ("beam", {"k": 2}), ("mcts", {"S": 8} | 
 
 def short_sighted(request: Score) -> list[float]:
     """It knows a purse when it stands before it; from afar all that is left seems better."""
-    guesses = [0.6 if "left" in action else 0.3 for action in request.actions]
-    return [g if isinstance(node, dict) else node for g, node in zip(guesses, behind(request), strict=True)]
+    values = []
+    for action, node in zip(request.actions, behind(request), strict=True):
+        guess = 0.6 if "left" in action else 0.3
+        values.append(guess if isinstance(node, dict) else node)
+    return values
 
 
 def written(table: dict):
-    return lambda request: [table.get(path_of(request.state), (0, 0))["right" in action] for action in request.actions]
+    """Scores of left and right by the path to a state."""
+
+    def q(request: Score) -> list[float]:
+        scores = table.get(path_of(request.state), (0, 0))
+        return [scores["right" in action] for action in request.actions]
+
+    return q
 
 
 def by_key(request: Sample) -> list[Candidate]:
-    return say(*(("left", "right")[int(2 * uniforms(1, *request.key, k)[0])] for k in range(request.n)))
+    actions = []
+    for k in range(request.n):
+        (u,) = uniforms(1, *request.key, k)
+        actions.append("left" if u < 0.5 else "right")
+    return say(*actions)
 
 
 def answer(q=true_q, draw=BOTH):
@@ -41,9 +53,14 @@ def answer(q=true_q, draw=BOTH):
 
 
 def play(name, M=2, N=1, q=true_q, draw=BOTH, env=None, task="test0", **settings):
-    env, method = env or FakeEnv(), TreeSearch(name, M=M, N=N, select="q", own=tuple(settings.items()))
-    record, requests = run(method.play(env, task, CHAT), answer(q, draw))
-    return record, tuple(parse_action(step["action"]) for step in record["steps"]), env, requests
+    """The line of a search, its actions, the environment, and the requests one by one."""
+    env = env or FakeEnv()
+    method = TreeSearch(name, M=M, N=N, select="q", own=tuple(settings.items()))
+    reply = answer(q, draw)
+    record, asked = run(method.play(env, task, CHAT), lambda together: list(map(reply, together.requests)))
+    requests = [request for together in asked for request in together.requests]
+    path = tuple(parse_action(step["action"]) for step in record["steps"])
+    return record, path, env, requests
 
 
 @pytest.mark.parametrize("q", [true_q, short_sighted])
@@ -136,9 +153,14 @@ def test_on_slippery_ice_a_search_does_not_foresee_the_slips(name, settings):
     env.reseed = lambda seed: (seeds.append(seed), type(env).reseed(env, seed))
     task = env.task_ids("all")[0]
     record, moves, *_ = play(
-        name, 4, task=task, env=env, q=lambda r: list(uniforms(len(r.actions), len(r.state.messages))),
-        draw=lambda r: [Candidate(react("", move), 1, -1.0) for move in ("left", "down", "right", "up")], **settings,
-    )  # fmt: skip
+        name,
+        4,
+        task=task,
+        env=env,
+        q=lambda r: list(uniforms(len(r.actions), len(r.state.messages))),
+        draw=lambda r: [Candidate(react("", move), 1, -1.0) for move in ("left", "down", "right", "up")],
+        **settings,
+    )
     again.reset(options={"task_id": task})
     assert [step["observation"] for step in record["steps"]] == [again.message(again.step(move)[0]) for move in moves]
     assert len(seeds) > 5 and len(set(seeds)) == len(seeds)
@@ -150,8 +172,8 @@ def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, search):
     assert ("lookahead", 2, 1, "gamma=0.9") in players and ("particles", 1, 3, "tau=0.1 gamma=0.9") in players
     assert ("beam", 2, 1, "k=2") in players and ("mcts", 2, 1, "S=2 c=1 gamma=0.9") in players
     assert len(results.read_results([("", tmp_path / "results.jsonl")])) == len(players) == 5
-    with pytest.raises(UserError, match="--distinct: this search has no use for it"):
-        search("--method", "beam", "--distinct")
+    with pytest.raises(SystemExit):
+        search("--method", "beam", "--distinct")  # no flag of these searches
 
 
 TRIALS = ["left left", "right left", "right right right", "left right left"]  # rewards 0, .4, 1, .5

@@ -1,36 +1,36 @@
 """Is a step score aligned with Q? Every score that the project knows against reference labels, without training.
 
     reads   RUN/sft/, and what the scorers ask for: RUN/qnet*/, RUN/trees.jsonl
-    writes  RUN/qval/: points.jsonl, labels-REFERENCE.jsonl, predictions/NAME.json, report.md, alignment.json
+    writes  RUN/qval/: points.jsonl, labels-REFERENCE.jsonl, scores-NAME.jsonl, report.md, alignment.csv
 
     python -m experiments.qval --env frozenlake --env-option map=random8
     python -m experiments.qval search --env frozenlake -M 6    # every score steers the search
-    python -m experiments.qval published LABELS.json FILE.json ...    # QVAL's own predictions by its own labels
 
 This is the test of QVAL (Hernandez-Gutierrez et al.), which asks whether a score orders the actions of a state as their
-true value does. Files that are there already are kept. With --results of `search` the report also says which figure of
-alignment predicts the reward; experiments.qval.downstream does so over several environments.
+true value does. With --results of `search` the report also says which figure of alignment predicts the reward.
 """
 
 import dataclasses
 import itertools
 import sys
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import pandas as pd
-from tqdm import tqdm
 from tyro.conf import arg
 
 import envs
 from experiments import drive_in_order
-from experiments.qval import downstream, metrics, report, search
-from experiments.qval.points import REFERENCES, Point, distinct, drawn, label, trajectory
-from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, available, entry, inputs
+from experiments.qval import metrics, report, search
+from experiments.qval.points import EXACT, Point, distinct, labelled, trajectory
+from experiments.qval.scorers import Call, Context, Judge, answer, entries, scored
 from qlass import UserError, outputs
-from qlass.batching import Sample
+from qlass.batching import LogProb, Models, Sample, drive
 from qlass.chat import FLAGS, Rendering
+from qlass.outputs import Inputs
 from qlass.policy import set_first_messages
 from qlass.settings import read, run_stage, runtime
 
@@ -43,27 +43,17 @@ class Config(Judge):
     points: int = 200  # states
     split: str = "test"  # tasks that they are from
     trajectories: int = 1  # of a task
-    actor: Literal["agent", "expert", "random"] = "agent"  # behaviour policy
+    actor: Literal["agent", "random"] = "agent"  # behaviour policy
     epsilon: float = 0.25  # its share of uniform valid actions
     candidates: int = 4  # actions of a state
-    references: tuple[str, ...] = ()  # exact, planner, expert, policy (all but policy)
+    references: tuple[Literal["exact", "policy"], ...] = ()  # whose values are labels (exact, where it is known)
     K: Annotated[int, arg(aliases=["-K"])] = 32  # rollouts of the reference policy
     gamma: float = 0.95  # discount of the labels, as QVAL has it
     scorers: tuple[str, ...] = ()  # all whose inputs are there
     against: str = "random"  # the scorer that others are compared with
     results: Path | None = runtime(None)  # of `search`: rewards to predict
     sft: Path | None = runtime(None)  # the agent (RUN/sft, made if missing)
-    out: Path = runtime(Path("RUN/qval"))
-
-
-def settings_of(argv: list[str]) -> Config:
-    config = read(Config, __doc__, argv)
-    there = REFERENCES.get(config.env, ("policy",))
-    references = config.references or tuple(name for name in there if name != "policy") or ("policy",)
-    for name in set(references) - {*there}:
-        raise UserError(f"{config.env}: no {name} labels; choose among {', '.join(there)}")
-    out = config.run / "qval" if config.out == Config.out else config.out
-    return dataclasses.replace(config, references=references, out=out)
+    out: Path | None = runtime(None)  # RUN/qval
 
 
 @dataclasses.dataclass
@@ -71,144 +61,93 @@ class Study:
     """Makes the files of a study, each if it is not there."""
 
     config: Config
+    folder: Path
     env: envs.TextEnv
-    context: Context
+    models: Models
     rendering: Rendering
 
-    def driven(self, players: Iterable[Coroutine], what: str, n: int) -> Iterator[Any]:
-        """What n players return, in their order."""
-        answers = {Sample: lambda requests: self.context.agent().sample(requests), Call: answer}
-        return iter(tqdm(drive_in_order(players, answers, self.env.side_by_side), what, n))
-
-    def kept(self, name: str, lines: Iterable[dict], flags: Iterable[str], **inputs: Path | None) -> list[dict]:
-        """The lines of a file, made first if it is not there. flags, inputs: what it depends on."""
-        path = self.config.out / name
-        flags = ["seed", *flags, *(FLAGS if "sft" in inputs else ())]  # how the agent samples
-        settings = {flag: getattr(self.config, flag) for flag in flags} | self.env.settings
-        outputs.begin(path, self.config, settings, inputs)
-        if not path.exists():
-            outputs.write_jsonl(path, lines)
-        return list(outputs.read_jsonl(path))
+    def settings(self, *flags: str) -> dict[str, Any]:
+        """What a file depends on beside its inputs: these flags, and how the agent samples."""
+        return {name: getattr(self.config, name) for name in ("seed", *FLAGS, *flags)} | self.env.settings
 
     def points(self) -> list[Point]:
         """points.jsonl: the states that the behaviour policy visits."""
-        args, tasks = self.config, self.env.task_ids(self.config.split)
-        actor = args.actor, args.epsilon, args.candidates, self.rendering, args.seed
-        walks = (trajectory(self.env.fork(), task, n, *actor) for n in range(args.trajectories) for task in tasks)
-        points = distinct(self.driven(walks, "trajectories", args.trajectories * len(tasks)))
-        lines = map(vars, itertools.islice(points, args.points))
-        flags = ["points", "split", "trajectories", "actor", "epsilon", "candidates"]
-        records = self.kept("points.jsonl", lines, flags, **{"sft": args.sft} if args.actor == "agent" else {})
-        if not records:
-            raise UserError(f"{args.env}: no trajectory of --split {args.split} is longer than three turns")
-        return [Point(**record) for record in records]
+        config, path = self.config, self.folder / "points.jsonl"
+        settings = self.settings("points", "split", "trajectories", "actor", "epsilon", "candidates")
+        outputs.begin(path, config, settings, {"sft": config.sft if config.actor == "agent" else None})
+        if not path.exists():
+            walks = itertools.product(range(config.trajectories), self.env.task_ids(config.split))
+            players = (trajectory(self.env.fork(), task, n, config, self.rendering) for n, task in walks)
+            points = distinct(drive_in_order(players, self.models, self.env.side_by_side))
+            outputs.write_jsonl(path, map(vars, itertools.islice(points, config.points)))
+        return [Point(**record) for record in outputs.read_jsonl(path)]
 
-    def returns(self, reference: str, points: list[Point]) -> list[list[float]]:
-        """labels-REFERENCE.jsonl: the returns of each candidate, (candidates, K)."""
-        args, repeated = self.config, drawn(reference, points[0].task_id)
-        K = args.K if repeated else 1
-        places = [(point, i, k) for point in points for i in range(len(point.candidates)) for k in range(K)]
-        labels = (label(self.env.fork(), *place, reference, args.gamma, self.rendering) for place in places)
-        returns = self.driven(labels, reference, len(places))
+    def lines(self, name: str, points: list[Point], make: Callable, flags: list[str], inputs: Inputs) -> list[dict]:
+        """The lines of a file that has one a point. make: a point's line. flags, inputs: what the file depends on."""
 
-        def line(point: Point) -> dict:
-            rows = [list(itertools.islice(returns, K)) for _ in point.candidates]
-            return {"task_id": point.task_id, "hash": point.hash, "returns": rows}
+        async def line(point: Point) -> list[dict]:
+            env = self.env.fork()
+            record = await make(env, point)
+            env.close()
+            return [{"task_id": point.task_id, "hash": point.hash} | record]
 
-        inputs = {"points": args.out / "points.jsonl"} | ({"sft": args.sft} if reference == "policy" else {})
-        flags = ["gamma"] + ["K"] * repeated
-        records = self.kept(f"labels-{reference}.jsonl", map(line, points), flags, **inputs)
-        return [row for record in records for row in record["returns"]]
-
-    def values(self, name: str, chosen: Entry, points: list[Point]) -> dict[str, Any]:
-        """predictions/NAME.json, in QVAL's layout: what a score gives to the actions taken. Returns its metadata, which
-        has the values of all candidates and, of a judge, how many answers there are and how many cannot be read."""
-        path = self.config.out / "predictions" / f"{name}.json"
-        sources = {"points": self.config.out / "points.jsonl", **inputs(chosen, self.context)}
-        recipe, before = self.config.recipe(), outputs.meta_of(path)["recipe"]
-        needed = [name for name in chosen.needs if name not in sources]
-        another = any(before.get(name) != recipe.get(name) for name in (*needed, *FLAGS))
-        if not path.exists() or another or outputs.changed_inputs(path):
-            again = dataclasses.replace(self.config, overwrite=True)
-            outputs.begin(path, again, recipe | self.env.settings, sources)
-            self.context.counts.clear()
-            lines = (predict(self.env.fork(), point, chosen, self.context) for point in points)
-            values = list(self.driven(lines, name, len(points)))
-            taken = [candidates[point.taken] for candidates, point in zip(values, points, strict=True)]
-            metadata = {"ranking_point_hashes": [point.hash for point in points], "candidate_values": values}
-            metadata |= self.context.counts  # of a judge's answers
-            record = {"method_name": name, "method_type": "eval", "values": taken, "config": {}, "metadata": metadata}
-            outputs.write_json(path, record)
-        return outputs.read_json(path)["metadata"]
-
-
-async def predict(env: envs.TextEnv, point: Point, chosen: Entry, context: Context) -> list:
-    """A score's values of a point's candidates."""
-    decision = Decision(env, point.restore(env), point.candidates, (point.task_id, "score", point.hash))
-    values = await chosen.scores(context, decision)
-    env.close()
-    return [None if value is None else float(value) for value in values]
-
-
-def read_predictions(path: str) -> list[list[float | None]]:
-    """A file in QVAL's layout: the values of each point's candidates, of a ranking minus their places."""
-    record = outputs.read_json(Path(path))
-    if missing := {"config", "values"} - record.keys():
-        raise UserError(f"{path}: no {missing.pop()}; is this one of QVAL's files of predictions?")
-    counts = record["config"].get("candidate_counts") or [1] * len(record["values"])
-    sign = -1 if record["config"].get("prediction_format") == "ranking_predicted" else 1
-    values = iter([value if value is None else sign * value for value in record["values"]])
-    return [list(itertools.islice(values, n)) for n in counts]
-
-
-def published(*named: str) -> str:
-    """The table of QVAL's own files of predictions by its labels, on the points that all of them have."""
-    if len(named) < 2:
-        raise UserError("qval published: name QVAL's file of labels, and one or more of predictions")
-    labels, *paths = named
-    rows = {Path(path).stem: read_predictions(path) for path in (labels, *paths)}
-    n = min(map(len, rows.values()))
-    points = [Point(str(i), [], [""] * len(row), 0, "", "") for i, row in enumerate(read_predictions(labels)[:n])]
-    study = report.Study(points, against=Path(paths[0]).stem)
-    values = {name: metrics.series(row[:n], study.index) for name, row in rows.items()}
-    study.returns["published"] = values.pop(Path(labels).stem).to_frame(0)
-    study.scores, study.families = values, dict.fromkeys(values, "published")
-    label = study.labels()["published"]
-    return report.table(study, "published", label, report.alignments(study, label))
+        inputs = {"points": self.folder / "points.jsonl"} | inputs
+        path, settings = self.folder / f"{name}.jsonl", self.settings(*flags)
+        out = outputs.Output(path, self.config, settings, inputs, itemgetter("task_id", "hash"))
+        point_of = {(point.task_id, point.hash): point for point in points}
+        todo = out.todo([*point_of])
+        players = (line(point_of[key]) for key in todo)
+        out.write(drive(players, self.models, self.env.side_by_side), name, len(todo))
+        out.finish([*point_of])
+        return [out.groups[key][0] for key in point_of]
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["search"]:
         return search.main(argv[1:])
-    if argv[:1] == ["published"]:
-        return print(published(*argv[1:]))
-    config = settings_of(argv)
+    config = read(Config, __doc__, argv)
+    references = config.references or ("exact" if config.env in EXACT else "policy",)
     env = envs.from_config(config)
-    if config.actor == "agent" or "policy" in config.references:
+    if config.actor == "agent" or "policy" in references:
         config = dataclasses.replace(config, sft=outputs.find_or_make(config.sft, "sft", "sft", config))
     context = Context(config)
-    chosen = {context.title(name): entry(name, context) for name in config.scorers or available(context)}
-    if config.against != Config.against and config.against not in chosen:
+    chosen = entries(context, config.scorers)
+    if config.against not in chosen:
         raise UserError(f"--against {config.against}: choose among {', '.join(chosen)}")
-    rendering = context.agent().chat.rendering if config.sft else Rendering()
+    models: Models = {Call: answer}
+    rendering = Rendering()
+    if "sft" in context.inputs:
+        models |= {Sample: context.agent.sample, LogProb: context.agent.likelihoods}
+        rendering = context.agent.chat.rendering
     set_first_messages(env, rendering, config)
-    run = Study(config, env, context, rendering)
-    study = report.Study(run.points(), config.against)
-    if config.overwrite:
-        outputs.remove(config.out / "predictions")
-    for reference in config.references:
-        study.returns[reference] = pd.DataFrame(run.returns(reference, study.points), study.index)
-    for name, score in chosen.items():
-        study.families[name] = score.family
-        metadata = run.values(name, score, study.points)
-        study.scores[name] = metrics.series(metadata["candidate_values"], study.index)
-        if unread := metadata.get("unread"):
-            study.unread[name] = f"{unread:,} of {metadata['answers']:,}"
-    title = " ".join([config.env, *config.env_option, f"({config.split}, {config.actor}, epsilon {config.epsilon})"])
-    print(
-        report.write(study, config.out, title, downstream.rewards(config.results, env.name) if config.results else {})
-    )
+    study = Study(config, config.out or config.run / "qval", env, models, rendering)
+
+    points = study.points()
+    index = metrics.index(points)
+    returns = {}
+    for name in references:
+        flags, inputs = ["gamma"], {}
+        if name == "policy":
+            flags, inputs = ["gamma", "K"], {"sft": config.sft}
+        make = partial(labelled, reference=name, config=config, rendering=rendering)
+        records = study.lines(f"labels-{name}", points, make, flags, inputs)
+        returns[name] = pd.DataFrame([row for record in records for row in record["returns"]], index)
+    scores, about = pd.DataFrame(index=index), {}
+    for name, entry in chosen.items():
+        inputs = {need: path for need, path in context.inputs.items() if need in entry.needs}
+        flags = ["gamma", "judge"] if "judge" in entry.needs else ["gamma"]
+        make = partial(scored, entry=entry, context=context)
+        records = study.lines(f"scores-{name}", points, make, flags, inputs)
+        scores[name] = metrics.series([record["values"] for record in records], index)
+        answers, unread = (sum(record.get(count, 0) for record in records) for count in ("answers", "unread"))
+        about[name] = {"family": entry.family, "unread": f"{unread:,} of {answers:,}" if unread else "–"}
+    rewards = report.rewards_of(config.results, env.name) if config.results else None
+    table = pd.DataFrame.from_dict(about, orient="index")
+    text, rows = report.report(scores, table, returns, config.against, rewards)
+    (study.folder / "report.md").write_text(text, encoding="utf-8")
+    rows.to_csv(study.folder / "alignment.csv")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -7,27 +7,23 @@ Search compares the actions of one state, so what counts is Spearman's correlati
 means. It is undefined where labels are all equal: such states are counted, not scored. A constant score gets 0.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from reporting import tables
-from reporting.stats import Estimate, bootstrap
+from reporting.stats import bootstrap
 
 STATE = ["block", "state"]
-RHO = "rho per state"
 
 
-def index(counts: Sequence[int], blocks: Sequence[str] = (), taken: Sequence[int] = ()) -> pd.MultiIndex:
-    """A row for each candidate of each state; without `blocks` each state is one of its own."""
-    rows = [
-        (blocks[state] if blocks else str(state), state, action, bool(taken) and taken[state] == action)
-        for state, n in enumerate(counts)
-        for action in range(n)
-    ]
+def index(points: Sequence[Any]) -> pd.MultiIndex:
+    """A row for each candidate of each state (points.Point)."""
+    rows = []
+    for state, point in enumerate(points):
+        block = point.block or point.task_id
+        rows += [(block, state, action, action == point.taken) for action in range(len(point.candidates))]
     return pd.MultiIndex.from_tuples(rows, names=[*STATE, "action", "taken"])
 
 
@@ -54,7 +50,7 @@ def difference(scores: pd.Series, rival: pd.Series, labels: pd.Series) -> pd.Ser
     """Of each block, how far a score's per-state rho is above its rival's, on the candidates that both have scored."""
     shared = scores.notna() & rival.notna()
     gains = per_state(scores[shared], labels[shared]) - per_state(rival[shared], labels[shared])
-    return gains.groupby("block").mean()
+    return gains.groupby("block").mean().dropna()
 
 
 def differ(values: pd.Series) -> pd.Series:
@@ -73,31 +69,29 @@ def choices(scores: pd.Series, labels: pd.Series) -> pd.DataFrame:
     return values[top].groupby(STATE).mean()[differ(labels)]
 
 
-def alignment(scores: pd.Series, labels: pd.Series) -> dict[str, Any]:
+def alignment(scores: pd.Series, labels: pd.Series) -> dict[str, float]:
     """One score against one set of labels."""
     rho, choice = per_state(scores, labels), choices(scores, labels)
-    pairs = pd.DataFrame({"score": scores, "label": labels}).dropna()
-    centred = (pairs - pairs.groupby(STATE).transform("mean")).round(12)
-    taken = pairs[pairs.index.get_level_values("taken")]
+    estimate = bootstrap(rho.groupby("block").mean())
+    taken = scores.index.get_level_values("taken")
     return {
-        RHO: bootstrap(rho.groupby("block").mean()),
+        "rho": estimate.mean,  # Spearman per state
+        "low": estimate.low,
+        "high": estimate.high,
         "states": len(rho),  # with a rho
         "failures last": mean_rho(scores.fillna(-np.inf), labels),
-        "coverage": len(pairs) / len(labels),  # share of candidates with a score
+        "coverage": float(scores.notna().mean()),  # share of candidates with a score
         "top-1": float(choice.right.mean()),
         "gain": float(choice.gain.mean() / choice.possible.mean()),  # over that of the highest label
-        "centred": correlation(centred.score, centred.label),  # without V(s)
-        "global": correlation(pairs.score, pairs.label),  # Spearman over all (s, a)
-        "tau": correlation(pairs.score, pairs.label, "kendall"),
-        "actor": correlation(taken.score, taken.label),  # over the actions taken: QVAL's published figure
-        "actor tau": correlation(taken.score, taken.label, "kendall"),
+        "global": correlation(scores, labels),  # Spearman over all (s, a)
+        "actor": correlation(scores[taken], labels[taken]),  # over the actions taken: QVAL's published figure
     }
 
 
-def correlation(a: pd.Series, b: pd.Series, method: str = "spearman") -> float:
-    """Of what both have; NaN where one of them is constant."""
-    ranks = pd.DataFrame({"a": a, "b": b}).rank()  # ranks first: corr leaves out infinite values
-    return float(ranks.corr(method).iloc[0, 1])
+def correlation(a: pd.Series, b: pd.Series) -> float:
+    """Spearman's, of what both have; NaN where one of them is constant."""
+    ranks = pd.DataFrame({"a": a, "b": b}).dropna().rank()  # ranks first: corr leaves out infinite values
+    return float(ranks.corr().iloc[0, 1])
 
 
 def permutation_ceiling(labels: pd.Series) -> float:
@@ -118,16 +112,3 @@ def label_ceiling(returns: pd.DataFrame) -> float:
     r = np.mean([mean_rho(even, odd), mean_rho(odd, even)])
     r = np.maximum(0.0, r)  # which keeps NaN
     return float(np.sqrt(2 * r / (1 + r)))
-
-
-def markdown(table: pd.DataFrame) -> str:
-    """Numbers with three digits, what could not be measured as a dash."""
-    return tables.markdown(table.astype(object).map(cell))
-
-
-def cell(value: Any) -> str:
-    if isinstance(value, Estimate):
-        return "–" if math.isnan(value.mean) else f"{value}"
-    if isinstance(value, float):
-        return "–" if math.isnan(value) else f"{round(value, 3) + 0.0:.3f}"  # + 0.0: no -0.000
-    return str(value)

@@ -5,9 +5,8 @@ one anywhere: reset the task, replay the prefix; the hash of the observation say
 
 Labels are Q(s, a) of a reference policy:
 
-    exact    the optimal policy: FrozenLake by value iteration, WebShop by weighing every purchase in reach
-    planner  the shortest plan of a player who knows where everything is (ALFWorld)
-    expert   the environment's expert, from the state that the action leads to; K times where the ice slips
+    exact    the optimal policy: FrozenLake by value iteration, WebShop by weighing every purchase in reach, ALFWorld by
+             the shortest plan of a player who knows where everything is
     policy   K rollouts of the agent: "max" is QVAL's MVMC, "mean" the plain Monte-Carlo value
 
 If the episode ends with reward r after n steps, with the action's own, the action is worth gamma^(n - 1) r.
@@ -19,6 +18,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 import envs
 from experiments.compare import ahead
 from q_search import distinct_actions
@@ -29,12 +30,7 @@ from qlass.messages import State, react, replay, uniforms
 
 DRAWS = 4  # of the agent in each state: what it does, and what else it might have done
 FIRST, LAST, MOST = 1, 2, 3  # turns dropped at the two ends of a trajectory, and the most that are kept of one
-REFERENCES = {  # the policies whose values can be labels; elsewhere only the agent's
-    "frozenlake": ("exact", "expert", "policy"),
-    "webshop": ("exact", "policy"),
-    "alfworld": ("planner", "expert", "policy"),
-}
-EXACT = ("exact", "planner")  # without noise
+EXACT = ("frozenlake", "webshop", "alfworld")  # where `exact` labels can be had (TextEnv.optimal_value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +45,10 @@ class Point:
     hash: str
     block: str = ""  # which tasks vary together (TextEnv.block)
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.task_id, self.hash
+
     def restore(self, env: envs.TextEnv) -> State:
         """Put `env` into the state; UserError where the replay ends elsewhere."""
         *_, move = replay(env, self.task_id, self.prefix)
@@ -62,30 +62,26 @@ def digest(observation: str) -> str:
     return hashlib.sha256(observation.encode()).hexdigest()[:16]
 
 
-async def trajectory(
-    env: envs.TextEnv, task_id: str, n: int, actor: str, epsilon: float, width: int, rendering: Rendering, seed: int
-) -> list[Point]:
+async def trajectory(env: envs.TextEnv, task_id: str, n: int, config: Any, rendering: Rendering) -> list[Point]:
     """The n-th episode of the behaviour policy: the actor, or with probability epsilon a uniform valid action.
 
-    The candidates of a state are the action taken, the agent's other draws, then uniform valid actions up to `width`.
+    The candidates of a state are the action taken, the agent's other draws, then uniform valid actions until there are
+    as many as asked for.
     """
     state, done = State.first(env, *env.reset(options={"task_id": task_id})), False
-    expert = env.expert(task_id) if actor == "expert" else iter(())
     points: list[Point] = []
     prefix: list[str] = []
     while not done:
         key = (task_id, "qval", n, len(prefix))
         valid = [react(*candidate) for candidate in env.candidates()]
-        drawn = uniform = sorted(valid, key=lambda action: uniforms(1, seed, *key, action)[0])
-        if actor == "agent":
-            drawn = [c.text for c in await ask(env, state, DRAWS, key, rendering)]
-        elif actor == "expert":
-            drawn = [react(*decision)] if (decision := next(expert, None)) else []
-        stray, *order = uniforms(1 + width, seed, *key)
-        if not drawn:  # an expert that is done, or nothing listed to draw from
-            break
-        taken = uniform[0] if uniform and stray < epsilon else drawn[0]
-        candidates = distinct_actions(env, [taken, *drawn, *uniform])[:width]  # of equals the first: it is taken
+        uniform = sorted(valid, key=lambda action: uniforms(1, config.seed, *key, action)[0])
+        drawn = uniform
+        if config.actor == "agent":
+            drawn = [candidate.text for candidate in await ask(env, state, DRAWS, key, rendering)]
+        stray, *order = uniforms(1 + config.candidates, config.seed, *key)
+        preferred = [*uniform, *drawn] if stray < config.epsilon else drawn
+        taken = preferred[0]
+        candidates = distinct_actions(env, [taken, *drawn, *uniform])[: config.candidates]  # of equals the first
         shuffled = [action for _, action in sorted(zip(order, candidates, strict=False))]
         seen, block = state.observation, env.block(task_id)
         points.append(Point(task_id, prefix, shuffled, shuffled.index(taken), seen, digest(seen), block))
@@ -93,63 +89,48 @@ async def trajectory(
         prefix = [*prefix, taken]
     env.close()
     inner = points[FIRST : len(points) - LAST]
-    order = uniforms(len(inner), seed, task_id, "keep", n)
-    return [inner[i] for i in sorted(sorted(range(len(inner)), key=lambda i: order[i])[:MOST])]
+    order = np.argsort(uniforms(len(inner), config.seed, task_id, "keep", n))
+    return [inner[i] for i in sorted(order[:MOST])]
 
 
 def distinct(trajectories: Iterable[list[Point]]) -> Iterator[Point]:
     """The points one by one, each (task, observation) once."""
     seen: set[tuple[str, str]] = set()
     for point in itertools.chain.from_iterable(trajectories):
-        if (point.task_id, point.hash) not in seen:
-            seen.add((point.task_id, point.hash))
+        if point.key not in seen:
+            seen.add(point.key)
             yield point
 
 
-def drawn(reference: str, task_id: str) -> bool:
-    """Whether a label is K returns, which differ by their random numbers; else it is one."""
-    return reference == "policy" or (reference == "expert" and task_id.startswith("slippery"))
+async def labelled(
+    env: envs.TextEnv, point: Point, reference: str, config: Any, rendering: Rendering
+) -> dict[str, Any]:
+    """The returns of each of a point's candidates, (candidates, K); the exact value is one."""
+    rows = []
+    for i, action in enumerate(point.candidates):
+        if reference == "exact":
+            rows.append([exact(env, point.restore(env), action, config.gamma)])
+        else:
+            rows.append([await rollout(env, point, i, k, config.gamma, rendering) for k in range(config.K)])
+    return {"returns": rows}
 
 
-async def label(
-    env: envs.TextEnv, point: Point, i: int, k: int, reference: str, gamma: float, rendering: Rendering
-) -> float:
-    """The k-th return of a point's i-th candidate. Each has its own random numbers."""
-    state, text = point.restore(env), point.candidates[i]
+def exact(env: envs.TextEnv, state: State, action: str, gamma: float) -> float:
+    """Q*(s, a) where `env` stands, which is left as it was."""
+    return ahead(env, state, action, None, gamma)
+
+
+async def rollout(env: envs.TextEnv, point: Point, i: int, k: int, gamma: float, rendering: Rendering) -> float:
+    """The discounted reward of the agent after a point's i-th candidate, with the k-th random numbers."""
+    state = point.restore(env)
     key = (point.task_id, "label", point.hash, i, k)
     env.reseed(int(uniforms(1, *key, "ice")[0] * 2**53))  # of slippery ice
-    if reference in EXACT:
-        value = exact(env, state, text, gamma)
-    elif reference == "expert":
-        value = await rollout(env, state, text, gamma, key, rendering, env.expert(point.task_id))
-    else:
-        value = round(await rollout(env, state, text, gamma, key, rendering), 6)
-    env.close()
-    return value
-
-
-def exact(env: envs.TextEnv, state: State, text: str, gamma: float) -> float:
-    """Q*(s, a) where `env` stands, which is left as it was."""
-    return ahead(env, state, text, None, gamma)
-
-
-async def rollout(
-    env: envs.TextEnv, state: State, text: str, gamma: float, key: tuple, rendering: Rendering, player: Any = None
-) -> float:
-    """The discounted reward after this action: of a player of the environment, without one of the agent."""
-    state, reward, done = state.act(env, text)
-    discount, moves = 1.0, itertools.count(1)
+    state, reward, done = state.act(env, point.candidates[i])
+    steps = 1
     while not done:
-        if player:
-            move = next(player, None)
-            if move is None:
-                return 0.0
-            text = react(*move)
-        else:
-            # Of a Markov environment the same state, whatever led there: the agent reads it once.
-            state = State(state.messages[-1:], state.task) if rendering.markov else state
-            (candidate,) = await ask(env, state, 1, (*key, next(moves)), rendering)
-            text = candidate.text
-        state, reward, done = state.act(env, text)
-        discount *= gamma
-    return discount * reward
+        if rendering.markov:  # the same state, whatever led there: the agent reads it once
+            state = State(state.messages[-1:], state.task)
+        (candidate,) = await ask(env, state, 1, (*key, steps), rendering)
+        state, reward, done = state.act(env, candidate.text)
+        steps += 1
+    return round(gamma ** (steps - 1) * reward, 6)

@@ -1,123 +1,102 @@
-"""Points, labels and scores -> tables (report.md), and alignment.json for experiments.qval.downstream."""
+"""Points, labels and scores -> tables: report.md and alignment.csv."""
 
-import dataclasses
-import itertools
-import json
 import math
 from pathlib import Path
 
 import pandas as pd
 
-from experiments.qval import downstream, metrics
-from experiments.qval.metrics import RHO, alignment, cell, correlation, markdown
-from experiments.qval.points import EXACT, Point
-from qlass.outputs import atomic
+from experiments.qval import metrics
+from qlass import UserError
+from reporting import tables
+from reporting.results import lines_of
 from reporting.stats import bootstrap
 
-FAMILIES = ["control", "code", "learned", "tree", "policy", "hindsight", "self-distillation"]
-FAMILIES += ["direct prompting", "ranking", "intrinsic", "published"]
 NOTE = (
-    "rho: Spearman per state, mean of the tasks' means, 95 % over tasks (those of one product or lake count as one). "
-    "tied: states whose labels are all equal; no rho there. minus {against}: the difference in rho on the states that "
-    "both have; of many scores, one in twenty differs by chance. failures last: rho with candidates without a score "
-    "ranked last. centred: global Spearman of scores and labels without their state's mean. global, tau: Spearman and "
-    "Kendall over all (s, a); actor, actor tau: over the actions taken, QVAL's published figure. top-1, gain: of the "
-    "highest score, ties in expectation. unread: answers of a judge that could not be read."
+    "rho: Spearman per state, mean of the tasks' means; low, high: its 95 % interval over tasks (those of one product "
+    "or lake count as one). tied: states whose labels are all equal; no rho there. minus {against}: the difference in "
+    "rho on the states that both have; of many scores, one in twenty differs by chance. failures last: rho with "
+    "candidates without a score ranked last. top-1, gain: of the highest score, ties in expectation; gain is the share "
+    "of what the best action is worth beyond a random one. global: Spearman over all (s, a); actor: over the actions "
+    "taken, QVAL's published figure. unread: answers of a judge that could not be read."
 )
+PREDICT = ["rho", "failures last", "top-1", "gain", "global", "actor"]  # figures that may predict the reward
 
 
-@dataclasses.dataclass
-class Study:
-    """Points with their reference labels and the scores that are judged; a row of each table is a candidate."""
-
-    points: list[Point]
-    against: str = "random"
-    returns: dict[str, pd.DataFrame] = dataclasses.field(default_factory=dict)  # of a reference: (candidates, K)
-    scores: dict[str, pd.Series] = dataclasses.field(default_factory=dict)
-    families: dict[str, str] = dataclasses.field(default_factory=dict)
-    unread: dict[str, str] = dataclasses.field(default_factory=dict)  # how many answers of how many, of a judge
-
-    def __post_init__(self) -> None:
-        blocks = [point.block or point.task_id for point in self.points]
-        self.index = metrics.index([len(p.candidates) for p in self.points], blocks, [p.taken for p in self.points])
-
-    def labels(self) -> dict[str, pd.Series]:
-        """By name: "exact", or of several returns "policy max" and "policy mean"; rounded so that equals are equal."""
-        labels = {}
-        for reference, returns in self.returns.items():
-            kinds = {" max": returns.max(axis=1), " mean": returns.mean(axis=1)}
-            kinds = kinds if returns.shape[1] > 1 else {"": returns[0]}
-            labels |= {reference + kind: values.round(9) for kind, values in kinds.items()}
-        return labels
-
-    def noise_ceiling(self, name: str) -> float:
-        """What a scorer that knows the truth would reach against these labels; NaN where that is not known."""
-        reference, _, kind = name.partition(" ")
-        if kind == "max":
-            return math.nan
-        return 1.0 if reference in EXACT else metrics.label_ceiling(self.returns[reference])
+def labels_of(returns: dict[str, pd.DataFrame]) -> dict[str, pd.Series]:
+    """By name: "exact", "policy max", "policy mean"; rounded so that equals are equal. returns: (candidates, K)."""
+    labels = {}
+    for reference, values in returns.items():
+        if reference == "exact":
+            labels["exact"] = values[0]
+        else:
+            labels |= {f"{reference} max": values.max(axis=1), f"{reference} mean": values.mean(axis=1)}
+    return {name: values.round(9) for name, values in labels.items()}
 
 
-def alignments(study: Study, labels: pd.Series) -> pd.DataFrame:
-    """A row a score, best first within a family, families in their order; with the difference to `against`."""
-    rows = pd.DataFrame([alignment(scores, labels) for scores in study.scores.values()], list(study.scores))
-    rows.insert(0, "family", pd.Categorical([study.families[name] for name in rows.index], FAMILIES))
-    rows = rows.assign(order=-means(rows)).sort_values(["family", "order"], kind="stable").drop(columns="order")
+def alignments(scores: pd.DataFrame, labels: pd.Series, about: pd.DataFrame, against: str) -> pd.DataFrame:
+    """A row a score, best first within a family; with the difference to `against`. scores: a column a score.
+
+    about: family and unread answers of each score.
+    """
+    found = {name: metrics.alignment(scores[name], labels) for name in scores}
+    rows = about[["family"]].join(pd.DataFrame.from_dict(found, orient="index"))
     beyond = pd.Series("–", rows.index)
-    for name in rows.index.drop(study.against) if study.against in rows.index else ():
-        blocks = metrics.difference(study.scores[name], study.scores[study.against], labels).dropna()
-        beyond[name] = f"{bootstrap(blocks):+}" if len(blocks) else "–"
-    rows.insert(2, f"minus {study.against}", beyond)
-    return rows.assign(unread=pd.Series(study.unread, rows.index, dtype=object).fillna("–")) if study.unread else rows
+    for name in rows.index.drop(against):
+        blocks = metrics.difference(scores[name], scores[against], labels)
+        if len(blocks):
+            beyond[name] = f"{bootstrap(blocks):+}"
+    rows.insert(4, f"minus {against}", beyond)
+    return rows.join(about["unread"]).sort_values(["family", "rho"], ascending=[True, False], kind="stable")
 
 
-def means(rows: pd.DataFrame) -> pd.Series:
-    """rho of each score; one without any is below all others."""
-    return rows[RHO].map(lambda estimate: estimate.mean).fillna(-2.0)
+def markdown(rows: pd.DataFrame) -> str:
+    """Numbers with three digits, what could not be measured as a dash."""
+    return tables.markdown(rows.reset_index().map(cell))
 
 
-def table(study: Study, name: str, labels: pd.Series, rows: pd.DataFrame) -> str:
-    sizes = labels.groupby("state").size()
-    tasks, tied = len({point.task_id for point in study.points}), (~metrics.differ(labels)).sum()
-    return (
-        f"### Labels: {name}\n\n{len(sizes)} states of {tasks} tasks, {tied} tied ({(sizes < 2).sum()} with one "
-        f"candidate). Ceilings per state: {cell(study.noise_ceiling(name))} for the labels' noise, "
-        f"{cell(metrics.permutation_ceiling(labels))} for a ranking without ties.\n\n"
-        f"{markdown(rows.rename_axis('scorer').reset_index())}"
-    )
+def cell(value: object) -> str:
+    if isinstance(value, float):
+        return "–" if math.isnan(value) else f"{round(value, 3) + 0.0:.3f}"  # + 0.0: no -0.000
+    return str(value)
 
 
-def references_table(study: Study, rows: dict[str, pd.DataFrame]) -> str:
-    """How far two sets of labels agree, and whether they order the scorers alike; then QVAL's V targets: what the state
-    is worth, whatever was done there."""
-    labels, lines = study.labels(), []
-    for a, b in itertools.combinations(labels, 2):
-        order = correlation(means(rows[a]), means(rows[b]))
-        lines.append((a, b, correlation(labels[a], labels[b]), metrics.mean_rho(labels[a], labels[b]), order))
-    for name, values in labels.items():
-        v = values.groupby("state").transform("max")
-        of_v = pd.Series({scorer: alignment(scores, v)["actor"] for scorer, scores in study.scores.items()})
-        order = correlation(rows[name].actor.fillna(-2.0), of_v.fillna(-2.0))
-        lines.append((name, "its V(s), over the actions taken", math.nan, math.nan, order))
-    heads = ["labels", "and", "global", "per state that the second orders", "order of the scorers"]
-    return markdown(pd.DataFrame(lines, columns=heads))
+def rewards_of(path: Path, env: str) -> pd.Series:
+    """The mean reward of each scorer that steers `experiments.qval search` in a results file, on tasks that all have
+    played. ValueError if one plays a task twice: one M, split and label a file is expected."""
+    lines = [record for _, record in lines_of(path) if (record["method"], record["env"]) == ("scorer", env)]
+    if not lines:
+        raise UserError(f"{path}: nothing of experiments.qval search in {env}")
+    table = pd.DataFrame.from_records(lines).pivot(index="task_id", columns="player", values="reward")
+    return table.dropna().mean()
 
 
-def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, float]]) -> str:
-    """report.md and alignment.json in `folder`; returns the report."""
-    parts = [f"## {title}", NOTE.format(against=study.against)]
-    orders = pd.Series({name: metrics.differ(s.fillna(-math.inf)).any() for name, s in study.scores.items()})
-    rows, records = {}, {}
-    for name, labels in study.labels().items():
-        rows[name] = alignments(study, labels)
-        parts.append(table(study, name, labels, rows[name]))
-        records[name] = rows[name].assign(orders=orders, **{RHO: rows[name][RHO].map(vars)}).to_dict("index")
-    summary = {"title": title, "labels": records, "rewards": rewards}
-    with atomic(folder / "alignment.json") as out:
-        json.dump(summary, out, indent=1)
-    parts.append(f"### References\n\n{references_table(study, rows)}")
-    if played := downstream.played(summary):
-        parts.append(f"### Alignment against downstream reward\n\n{downstream.table([played])}")
-    text = "\n\n".join(parts) + "\n"
-    (folder / "report.md").write_text(text, encoding="utf-8")
-    return text
+def downstream(played: pd.DataFrame) -> str:
+    """Which figure of alignment predicts the reward of a search, over the scores that have both."""
+    found = {figure: metrics.correlation(played[figure], played["reward"]) for figure in PREDICT}
+    correlations = pd.Series(found).rename_axis("figure").to_frame("rank correlation with reward")
+    shown = played[["reward", "rho"]].sort_values("reward", ascending=False).rename_axis("scorer")
+    return f"Over {len(played)} scores:\n\n{markdown(correlations)}\n\n{markdown(shown)}"
+
+
+def report(
+    scores: pd.DataFrame, about: pd.DataFrame, returns: dict[str, pd.DataFrame], against: str, rewards: pd.Series | None
+) -> tuple[str, pd.DataFrame]:
+    """The tables as Markdown, and all of their rows. A row of scores and returns is a candidate (metrics.index)."""
+    parts, found = [NOTE.format(against=against)], {}
+    for name, labels in labels_of(returns).items():
+        reference, _, kind = name.partition(" ")
+        ceiling = {"": 1.0, "max": math.nan, "mean": metrics.label_ceiling(returns[reference])}[kind]
+        rows = found[name] = alignments(scores, labels, about, against)
+        differ = metrics.differ(labels)
+        parts.append(
+            f"### Labels: {name}\n\n{len(differ)} states, {(~differ).sum()} tied. Ceilings of rho: {cell(ceiling)} for "
+            f"the labels' noise, {cell(metrics.permutation_ceiling(labels))} for a ranking without ties.\n\n"
+            f"{markdown(rows.rename_axis('scorer'))}"
+        )
+    if rewards is not None:
+        # A score of the state alone chooses at random.
+        differ = scores.fillna(-math.inf).apply(metrics.differ).any()
+        rows = next(iter(found.values()))
+        played = rows[differ[rows.index] & rows["rho"].notna()].join(rewards.rename("reward"), how="inner")
+        parts.append(f"### Alignment and the reward of search\n\n{downstream(played)}")
+    return "\n\n".join(parts) + "\n", pd.concat(found, names=["labels", "scorer"])

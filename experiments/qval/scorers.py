@@ -2,17 +2,18 @@
 
     await score(context, decision) -> list[float | None]
 
-A score is a generator on the driver that search runs on. It gives a value to each candidate of a decision, comparable
-within the state; None means that there is no score. It asks a model by a `Call`: calls of one function, from all states
-that are scored side by side, share a batch.
+A score is a coroutine on the driver that search runs on. It gives a value to each candidate of a decision, comparable
+within the state; None means that there is no score. It asks the agent by `Sample` and `LogProb`, another model by a
+`Call`: calls of one function, from all states that are scored side by side, share a batch.
 """
 
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine
-from functools import cached_property, partial
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import cache, cached_property, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +21,11 @@ import numpy as np
 import bellman
 import envs
 from experiments.chat_policy import ChatPolicy
-from experiments.qval.points import REFERENCES, exact
+from experiments.qval.points import EXACT, Point, exact
 from qlass import UserError
-from qlass.batching import Request, Sample, Score, ask
+from qlass.batching import LogProb, Request, Score, ask
 from qlass.chat import Rendering
-from qlass.messages import State, parse_action, react, uniforms, without_thinking
+from qlass.messages import State, parse_action, react, uniforms
 from qlass.pairs import pairs_of
 from qlass.policy import Policy, load_agent, load_policy
 from qlass.settings import Sampling
@@ -33,34 +34,32 @@ from qlass.trees import read_trees
 from train_qnet import QNet, scorer
 
 Scores = list[float | None]
+VOTES = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judge(Sampling):
-    """The language model that judges, whose functions are run."""
+    """The language model that judges."""
 
-    judge: str | None = None  # chat server URL#MODEL, folder or GGUF file: its scores too
+    judge: str | None = None  # chat server URL#MODEL, or a checkpoint: its scores too
     judge_tokens: int = 1024  # of a reply
 
 
-VOTES = 16
-
-
 @dataclasses.dataclass(frozen=True)
-class Call(Request[Any]):
-    """One item for a function that answers lists of them."""
+class Call(Request[list]):
+    """Items for a function that answers lists of them."""
 
     function: Callable[[list], list]
-    item: Any
+    items: tuple
 
 
-def answer(calls: list[Call]) -> list:
+def answer(calls: list[Call]) -> list[list]:
     """What `drive` needs to serve calls: {Call: answer}."""
     items: dict[Callable, list] = defaultdict(list)
     for call in calls:
-        items[call.function].append(call.item)
-    answers = {function: iter(function(batch)) for function, batch in items.items()}
-    return [next(answers[call.function]) for call in calls]
+        items[call.function] += call.items
+    replies = {function: iter(function(batch)) for function, batch in items.items()}
+    return [[next(replies[call.function]) for _ in call.items] for call in calls]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +70,7 @@ class Decision:
     state: State
     candidates: list[str]
     key: tuple  # of its random numbers
+    counts: Counter = dataclasses.field(default_factory=Counter)  # of a judge's answers
 
     def after(self, action: str) -> tuple[State, list[str]]:
         """The next state, and the actions to choose among there: none if the episode has ended. On slippery ice the
@@ -83,60 +83,44 @@ class Decision:
         return state, valid
 
 
-@dataclasses.dataclass
 class Context:
-    """What scores are made from: settings, and what is loaded or computed when the first score asks for it."""
+    """What scores are made from, each loaded when the first score asks for it."""
 
-    config: Any  # of `qval` or of its search, with the fields of `Judge`
-    cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    counts: Counter = dataclasses.field(default_factory=Counter)  # of a judge's answers
+    def __init__(self, config: Any) -> None:
+        """config: of `qval` or of its search, with the fields of `Judge`."""
+        self.config = config
+        self.qnets: dict[str, Any] = {}
 
-    def count(self, answers: list[float | None]) -> list[float | None]:
-        """The answers, of which None cannot be read."""
-        self.counts.update(answers=len(answers), unread=answers.count(None))
-        return answers
+    @cached_property
+    def inputs(self) -> dict[str, Path]:
+        """The files and checkpoints that are there."""
+        run = self.config.run
+        paths = {"sft": self.config.sft or run / "sft", "trees": run / "trees.jsonl"}
+        paths |= {file.parent.name: file.parent for file in sorted(run.glob("qnet*/qnet.json"))}
+        if self.config.judge:
+            paths["judge"] = Path(self.config.judge)
+        return {name: path for name, path in paths.items() if path.exists()}
 
-    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self.cache:
-            self.cache[key] = make()
-        return self.cache[key]
-
-    def path(self, name: str) -> Path:
-        """Where an input lies: sft, trees, a QNet's folder."""
-        config = self.config
-        named = {"sft": config.sft, "trees": config.run / "trees.jsonl", "judge": config.judge}
-        return Path(named.get(name) or config.run / name)
-
+    @cached_property
     def agent(self) -> Policy:
-        return self.cached("sft", lambda: load_agent(self.path("sft"), self.config))
-
-    def qnet(self, name: str) -> Any:
-        return self.cached(name, lambda: self.read_qnet(name))
-
-    def read_qnet(self, name: str) -> Any:
-        qnet = QNet.from_pretrained(self.path(name), self.config)
-        return scorer(qnet, self.config.plain, self.config.cache_gb)
-
-    def title(self, name: str) -> str:
-        """direct -> direct=MODEL: judgements are kept apart by their judge's model. Other scores' names as they are."""
-        if "judge" not in entry(name, self).needs:
-            return name
-        model = re.split("[#/]", self.config.judge)[-1].removesuffix(".gguf")
-        return f"{name}={model}"
+        return load_agent(self.inputs["sft"], self.config)
 
     @cached_property
     def judge(self) -> Policy | ChatPolicy:
         """The chat model of --judge: a server's, or a checkpoint's, asked by its chat template."""
-        config, tokens = self.config, self.config.judge_tokens
+        config = self.config
         if "://" in config.judge:
-            return ChatPolicy(config.judge, tokens, config.seed)
-        policy = load_policy(config.judge, config)
-        policy.chat.rendering = Rendering(max_new_tokens=tokens, stop=())
+            return ChatPolicy(config.judge, config.judge_tokens, config.seed)
+        policy = load_policy(Path(config.judge), config)
+        policy.chat.rendering = Rendering(max_new_tokens=config.judge_tokens, stop=())
         return policy
 
-    def replies(self, requests: list[Sample]) -> list[list[str]]:
-        """What the judge writes, without its thoughts."""
-        return [[without_thinking(reply.text) for reply in drawn] for drawn in self.judge.sample(requests)]
+    def qnet(self, name: str) -> Any:
+        """What answers Score requests by the net in RUN/NAME."""
+        if name not in self.qnets:
+            qnet = QNet.from_pretrained(self.config.run / name, self.config)
+            self.qnets[name] = scorer(qnet, self.config.plain, self.config.cache_gb)
+        return self.qnets[name]
 
 
 Scorer = Callable[[Context, Decision], Coroutine[Any, Any, Scores]]
@@ -151,17 +135,22 @@ def each(value: Callable[[Context, Decision, str], float | None]) -> Scorer:
     return scores
 
 
+def rule(context: Context, decision: Decision, action: str) -> float:
+    """The score "code", which a person has written."""
+    return (lake if context.config.env == "frozenlake" else overlap)(decision.state, action)
+
+
 def lake(state: State, action: str) -> float:
     """FrozenLake: minus the Manhattan distance to the goal after the move; a hole is the end, the edge a lost turn."""
     text = "\n".join(content for role, content in state.messages if role == "user")
-    rows = [row.replace(" ", "") for row in re.findall(r"^(?:[FHG] ?){4,8}$", text, re.MULTILINE)]
+    rows = [line.replace(" ", "") for line in re.findall(r"^(?:[FHG] ?){4,8}$", text, re.MULTILINE)]
     side = len(rows[-1])
-    grid = rows[-side:]
-    row, column = (int(digit) for digit in re.findall(r"cell (\d)(\d)", text)[-1])
-    down, right = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}.get(parse_action(action), (0, 0))
-    row, column = (min(max(x, 0), side - 1) for x in (row + down, column + right))
-    distances = [abs(r - row) + abs(c - column) for r in range(side) for c in range(side) if grid[r][c] == "G"]
-    return -float(min(distances)) - 100.0 * (grid[row][column] == "H")
+    grid = np.array([list(row) for row in rows[-side:]])
+    cell = np.array(re.findall(r"cell (\d)(\d)", text)[-1], int)
+    moves = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
+    after = (cell + moves.get(parse_action(action), (0, 0))).clip(0, side - 1)
+    distance = np.abs(np.argwhere(grid == "G") - after).sum(axis=1).min()
+    return -float(distance) - 100.0 * (grid[tuple(after)] == "H")
 
 
 def overlap(state: State, action: str) -> float:
@@ -172,47 +161,43 @@ def overlap(state: State, action: str) -> float:
 
 
 def front(env: envs.TextEnv) -> int:
-    """How many messages stand before the first one with an observation: system, instruction and agreement."""
-    return bool(env.system) + 2 * bool(env.agreement)
+    """How many messages stand before the first one with an observation: instruction and agreement."""
+    return 2 * bool(env.agreement)
 
 
-def untried(decision: Decision, action: str) -> float:
+def untried(context: Context, decision: Decision, action: str) -> float:
     """Minus how often the action was taken already where the same was seen."""
     *past, now = [content for _, content in decision.state.messages[front(decision.env) :]]
     turns = zip(past[::2], past[1::2], strict=True)
     return -float(sum(seen == now and parse_action(step) == parse_action(action) for seen, step in turns))
 
 
-def in_trees(target: str) -> Scorer:
+def place(state: State, action: str, first: int) -> tuple[str, ...]:
+    """A state's messages from `first` on, and an action, without thoughts."""
+    return (*(parse_action(text) for _, text in state.messages[first:]), parse_action(action))
+
+
+@cache
+def labels_of(trees: Path, target: str, gamma: float, first: int) -> dict[tuple[str, ...], float]:
+    """The mean label of each state and action of the trees."""
+    labels = defaultdict(list)
+    for tree in read_trees(trees):
+        for pair in pairs_of(bellman.label(tree, target, gamma)):
+            labels[place(pair.state, pair.action, first)].append(pair.q)
+    return {pair: fmean(q) for pair, q in labels.items()}
+
+
+def in_trees(context: Context, decision: Decision, action: str, target: str) -> float | None:
     """The label of this state and action in the training trees, averaged over where they occur; None: nowhere."""
-
-    def value(context: Context, decision: Decision, action: str) -> float | None:
-        first = -1 if decision.env.markov else front(decision.env)  # the last observation alone, or all of them
-
-        def place(state: State, action: str) -> tuple:
-            turns = [parse_action(text) if role == "assistant" else text for role, text in state.messages[first:]]
-            return (*turns, parse_action(action))
-
-        def table() -> dict[tuple, list[float]]:
-            labels = defaultdict(list)
-            for tree in read_trees(context.path("trees")):
-                for pair in pairs_of(bellman.label(tree, target, context.config.gamma)):
-                    labels[place(pair.state, pair.action)].append(pair.q)
-            return labels
-
-        q = context.cached(("in trees", target), table).get(place(decision.state, action))
-        return float(np.mean(q)) if q else None
-
-    return each(value)
+    first = -1 if decision.env.markov else front(decision.env)  # the last observation alone, or all of them
+    labels = labels_of(context.inputs["trees"], target, context.config.gamma, first)
+    return labels.get(place(decision.state, action, first))
 
 
-def by_qnet(name: str) -> Scorer:
+async def by_qnet(name: str, context: Context, decision: Decision) -> Scores:
     """Q(s, a) by the net in RUN/NAME."""
-
-    async def scores(context: Context, decision: Decision) -> Scores:
-        return await Call(context.qnet(name).score, Score(decision.state, tuple(decision.candidates)))
-
-    return scores
+    (q,) = await Call(context.qnet(name).score, (Score(decision.state, tuple(decision.candidates)),))
+    return q
 
 
 async def value_gain(context: Context, decision: Decision) -> Scores:
@@ -223,19 +208,19 @@ async def value_gain(context: Context, decision: Decision) -> Scores:
     for action in decision.candidates:
         after, valid = decision.after(action)
         questions.append(Score(after, tuple(valid)) if valid else Score(state, (action,)))
-    now, *later = [await Call(context.qnet("qnet").score, question) for question in questions]
+    now, *later = await Call(context.qnet("qnet").score, tuple(questions))
     return [max(values) - max(now) for values in later]
 
 
 async def logprob(context: Context, decision: Decision) -> Scores:
     """log pi(a | s)."""
-    return [await Call(context.agent().logprobs, (decision.state, action)) for action in decision.candidates]
+    return await LogProb(decision.state, tuple(decision.candidates))
 
 
-def per_token(context: Context, decision: Decision, logp: list[float]) -> list[float]:
+def per_token(context: Context, decision: Decision, logp: Scores) -> Scores:
     """Log-probabilities of the candidates, each by its number of tokens."""
-    chat, task = context.agent().chat, decision.state.task
-    return [value / len(chat.action(a, task)) for value, a in zip(logp, decision.candidates, strict=True)]
+    chat, task = context.agent.chat, decision.state.task
+    return [value / len(chat.action(action, task)) for value, action in zip(logp, decision.candidates, strict=True)]
 
 
 async def logprob_token(context: Context, decision: Decision) -> Scores:
@@ -246,45 +231,43 @@ async def self_distillation(context: Context, decision: Decision, truth: bool = 
     """The mean log-ratio of an action's tokens with and without the next state in view (SDPO). With the `truth`
     what the best player makes of it is in view too: QVAL's evidence of an expert's rollout."""
     *earlier, (role, content) = decision.state.messages
-    calls = []
-    for action in decision.candidates:
+    ratios = []
+    blind = await logprob(context, decision)
+    for action, before in zip(decision.candidates, blind, strict=True):
         after, _ = decision.after(action)
-        text = f"{content}\nYour action will lead to: {after.messages[-1][1]}"
+        text = f"{content}\nYour action will lead to: {after.observation}"
         if truth:
             value = exact(decision.env, decision.state, action, context.config.gamma)
             text += f"\nThe best player then gets {value:.2f}."
-        hinted_state = State((*earlier, (role, text)), decision.state.task)
-        calls.append(Call(context.agent().logprobs, (hinted_state, action)))
-    hinted = [await call for call in calls]
-    blind = await logprob(context, decision)
-    return per_token(context, decision, np.subtract(hinted, blind).tolist())
+        (hinted,) = await LogProb(State((*earlier, (role, text)), decision.state.task), (action,))
+        ratios.append(hinted - before)
+    return per_token(context, decision, ratios)
 
 
 async def vote_share(context: Context, decision: Decision) -> Scores:
     """How many of VOTES draws of the agent are this action (self-consistency)."""
-    rendering = context.agent().chat.rendering
-    request = ask(decision.env, decision.state, VOTES, (*decision.key, "vote"), rendering)
-    canonical = decision.env.canonical
-    drawn = [canonical(parse_action(c.text)) for c in await Call(context.agent().sample, request)]
-    return [drawn.count(canonical(parse_action(action))) / VOTES for action in decision.candidates]
+    rendering, canonical = context.agent.chat.rendering, decision.env.canonical
+    draws = await ask(decision.env, decision.state, VOTES, (*decision.key, "vote"), rendering)
+    votes = Counter(canonical(parse_action(draw.text)) for draw in draws)
+    return [votes[canonical(parse_action(action))] / VOTES for action in decision.candidates]
 
 
 class Entry(NamedTuple):
     family: str
     scores: Scorer
-    needs: tuple[str, ...] = ()  # paths of a context; "truth": an environment that knows it
+    needs: tuple[str, ...] = ()  # names of Context.inputs, "judge", or "truth": an environment that knows it
 
 
 SCORERS = {
     "random": Entry("control", each(lambda c, d, a: uniforms(1, c.config.seed, *d.key, parse_action(a))[0])),
     "step_index": Entry("control", each(lambda c, d, a: float(d.env.steps))),
-    "untried": Entry("control", each(lambda c, d, a: untried(d, a))),
+    "untried": Entry("control", each(untried)),
     "state_value": Entry("control", each(lambda c, d, a: d.env.optimal_value(c.config.gamma)), ("truth",)),
     "oracle": Entry("control", each(lambda c, d, a: exact(d.env, d.state, a, c.config.gamma)), ("truth",)),
-    "code": Entry("code", each(lambda c, d, a: (lake if c.config.env == "frozenlake" else overlap)(d.state, a))),
-    "tree_bellman": Entry("tree", in_trees("q"), ("trees",)),
-    "tree_average": Entry("tree", in_trees("avg"), ("trees",)),
-    "tree_plain": Entry("tree", in_trees("reward"), ("trees",)),
+    "code": Entry("code", each(rule)),
+    "tree_bellman": Entry("tree", each(partial(in_trees, target="q")), ("trees",)),
+    "tree_average": Entry("tree", each(partial(in_trees, target="avg")), ("trees",)),
+    "tree_plain": Entry("tree", each(partial(in_trees, target="reward")), ("trees",)),
     "logprob": Entry("policy", logprob, ("sft",)),
     "logprob_token": Entry("policy", logprob_token, ("sft",)),
     "vote_share": Entry("policy", vote_share, ("sft",)),
@@ -294,31 +277,24 @@ SCORERS = {
 }
 
 
-def entries(context: Context) -> dict[str, Entry]:
-    """SCORERS, and the nets in folders RUN/qnet*."""
-    nets = sorted(path.name for path in context.config.run.glob("qnet*") if (path / "qnet.json").exists())
-    return SCORERS | {name: Entry("learned", by_qnet(name), (name,)) for name in nets}
+def entries(context: Context, named: Sequence[str], without: Collection[str] = ()) -> dict[str, Entry]:
+    """The named scores; none named: all whose inputs are there, but for some. UserError for one that cannot be had."""
+    there = {*context.inputs}
+    if context.config.env in EXACT:
+        there.add("truth")
+    if context.config.judge:
+        there.add("judge")
+    nets = [name for name in context.inputs if name.startswith("qnet")]
+    known = SCORERS | {name: Entry("learned", partial(by_qnet, name), (name,)) for name in nets}
+    able = {name: entry for name, entry in known.items() if there.issuperset(entry.needs)}
+    if missing := set(named) - able.keys():
+        raise UserError(f"scorer {missing.pop()}: unknown, or its inputs are missing; choose among {', '.join(able)}")
+    return {name: able[name] for name in named or able if name in named or name not in without}
 
 
-def entry(name: str, context: Context) -> Entry:
-    """Of a score's name. UserError where nobody can answer what it asks."""
-    chosen = entries(context).get(name)
-    if chosen is None:
-        raise UserError(f"unknown scorer {name!r}: choose among {', '.join([*SCORERS, 'qnet*'])}")
-    if "judge" in chosen.needs and not context.config.judge:
-        raise UserError(f"scorer {name}: name its language model: --judge URL#MODEL, or a checkpoint")
-    if context.config.server and "sft" in chosen.needs and name != "vote_share":
-        raise UserError(f"scorer {name}: --server does not tell log-probabilities: name other scorers")
-    return chosen
-
-
-def available(context: Context) -> list[str]:
-    """The scores whose inputs are there."""
-    there = {"truth"} if context.config.env in REFERENCES else set()
-    there |= {"judge"} if context.config.judge else set()
-    return [name for name, entry in entries(context).items() if {*entry.needs} <= there | {*inputs(entry, context)}]
-
-
-def inputs(entry: Entry, context: Context) -> dict[str, Path]:
-    """The files and checkpoints that a score is made from."""
-    return {name: context.path(name) for name in entry.needs if context.path(name).exists()}
+async def scored(env: envs.TextEnv, point: Point, entry: Entry, context: Context) -> dict[str, Any]:
+    """What a score gives to each candidate and, of a judge, how many answers there are, and how many are unread."""
+    decision = Decision(env, point.restore(env), point.candidates, (point.task_id, "score", point.hash))
+    values = await entry.scores(context, decision)
+    numbers = [None if value is None else float(value) for value in values]
+    return {"values": numbers} | decision.counts

@@ -9,13 +9,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 
 import q_search
-from experiments.compare import Variant, refuse_unused
+from experiments.compare import Variant
 from experiments.qval.judges import JUDGED
-from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, available, entry, inputs
-from qlass import UserError, outputs
+from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, entries
+from qlass import UserError
 from qlass.batching import Sample
 from qlass.messages import State, uniforms
 from qlass.settings import read, runtime
@@ -44,7 +43,7 @@ def decided(scores: Sequence[float | None], key: tuple) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Steered(Variant):
-    """Takes the action of the highest score; `by` is the score's name."""
+    """Takes the action of the highest score; `player` is the score's name."""
 
     entry: Entry | None = None
     context: Context | None = dataclasses.field(default=None, compare=False)
@@ -54,35 +53,29 @@ class Steered(Variant):
         return decided(values, (self.context.config.seed, *key))
 
 
-def planned(config: Config, context: Context) -> tuple[list[Steered], dict[str, Path]]:
-    """Search by these scores (none named: by all whose inputs are there), and these inputs."""
-    if config.qnet:
-        raise UserError("--qnet: scores are of the nets in --run; leave it out, or give another --out")
+def planned(config: Config, context: Context) -> list[Steered]:
+    """Search by these scores; none named: by all whose inputs are there."""
+    if knowing := KNOWING.intersection(config.scorer):
+        raise UserError(f"--scorer {knowing.pop()}: it knows the true values; experiments.compare has oracle_step")
     plan: list[Steered] = []
-    paths: dict[str, Path] = {}
-    for name in config.scorer or [name for name in available(context) if name not in KNOWING | BLIND]:
-        if name in KNOWING:
-            reason = "it knows the true values; experiments.compare --method oracle_step searches with those"
-            raise UserError(f"--scorer {name}: {reason}")
-        chosen = entry(name, context)
-        how = {"player": context.title(name), "looks": name in PEEKING, "entry": chosen, "context": context}
+    for name, entry in entries(context, config.scorer, KNOWING | BLIND).items():
+        own = {"player": name, "looks": name in PEEKING, "entry": entry, "context": context}
         for m, n in product(config.M, config.N or (1,)):
-            plan.append(Steered("scorer", how["player"], m, n, config.select if n > 1 else None, **how))
-        paths |= inputs(chosen, context)
-    return plan, paths
+            select = config.select if n > 1 else None
+            plan.append(Steered("scorer", "score", m, n, select, distinct=config.distinct, **own))
+    return plan
 
 
 def main(argv: list[str]) -> None:
     config = read(Config, __doc__, argv)
-    if config.method != ("qlass",):
-        raise UserError("--method: search follows what --scorer names; q_search.py plays the methods")
-    refuse_unused(config, "distinct")
+    if config.qnet or config.method != ("qlass",):
+        raise UserError("--scorer names what search follows; QNets are those in --run: leave --method and --qnet out")
     env, tasks = q_search.environment(config)
     context = Context(config)
-    plan, paths = planned(config, context)
-    chat, models, used = q_search.load(config, env, any(method.needs_q for method in plan))
-    context.cache["sft"] = models[Sample].__self__  # scores ask the agent that is loaded
+    plan = planned(config, context)
+    chat, models, inputs = q_search.load(config, env, any(method.needs_q for method in plan))
+    context.agent = models[Sample].__self__  # scores ask the agent that is loaded
     models[Call] = answer
-    out = config.out or config.run / "results.jsonl"
-    earlier = {name: outputs.input_of(out, name) for name in outputs.meta_of(out)["inputs"]}
-    q_search.evaluate(config, env, tasks, plan, chat, models, earlier | paths | used)
+    needed = {name for method in plan for name in method.entry.needs}
+    used = {name: path for name, path in context.inputs.items() if name in needed}
+    q_search.evaluate(config, env, tasks, plan, chat, models, used | inputs)
