@@ -31,9 +31,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reporting import svg
+from reporting.tree import short
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, LINES, README = ROOT / "docs/walkthrough.md", ROOT / "docs/walkthrough", ROOT / "README.md"
+PAGE, LINES = ROOT / "docs/walkthrough.md", ROOT / "docs/walkthrough"
 COMPARE = ROOT / "docs/compare.md"
 DEEPEST = 7  # of the shop's tree
 PURCHASE = "3407"  # a test task of the shop
@@ -49,19 +50,8 @@ def played(part: str, task_id: str, method: str = "qlass") -> dict:
     return next(line for line in lines if (line["method"], line["task_id"]) == (method, task_id))
 
 
-def move(action: str) -> str:
-    return action.rpartition("Action: ")[2]
-
-
 def cell(observation: str) -> str:
     return re.search(r"cell (\d+)", observation)[1]
-
-
-def click(action: str) -> str:
-    """A shop's action in two or three words: of a product its brand and price."""
-    thought, _, command = action.removeprefix("Thought: ").rpartition("\nAction: ")
-    words = thought.split()
-    return "search" if command.startswith("search") else f"{words[2]} {words[1]}" if "$" in thought else thought
 
 
 def choice(action: str) -> str:
@@ -85,10 +75,9 @@ def episodes() -> dict[str, str]:
     cells = ["At cell 03.", *(step["observation"] for step in walk["steps"][:-1])]
     purchase, greedy = (played("shop", PURCHASE, method) for method in ("qlass", "greedy"))
     pages = ["Search", *(content(step["observation"], purchase["task"]) for step in purchase["steps"][:-1])]
-    titles = f"QLASS, M = {purchase['M']}: candidates and their Q", "The agent alone, greedy"
     return {
         "episode.svg": svg.episode(walk, cells, rows=MAP),
-        "purchase.svg": svg.versus(purchase, greedy, pages, choice, titles),
+        "purchase.svg": svg.episode(purchase, pages, words=choice, rival=greedy, letters=(44, 30)),
     }
 
 
@@ -96,8 +85,8 @@ def trees() -> dict[str, str]:
     """File name -> SVG, of a tree."""
     lake = read("lake/q_labels.jsonl")
     shop = [node for node in read("shop/q_labels.jsonl") if node["depth"] <= DEEPEST]
-    moves = ["", *(f"{move(node['action'])} to {cell(node['observation'])}" for node in lake[1:])]
-    clicks = ["", *(click(node["action"]).removeprefix("read the ") for node in shop[1:])]
+    moves = ["", *(f"{svg.move(node['action'])} to {cell(node['observation'])}" for node in lake[1:])]
+    clicks = ["", *(short(choice(node["action"]).removeprefix("read the ")) for node in shop[1:])]
     ends = [(svg.GOOD if node["reward"] else svg.BAD) if node["done"] else svg.WHITE for node in lake]
     branches = ["", *(f"branch {node['branch']}" for node in lake[1:])]
 

@@ -15,7 +15,6 @@ before it answers is an "oracle": no agent could do that.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -35,21 +34,17 @@ class Config:
     run: Path = Path("runs/webshop")  # whose results are read where none are named
     trees: Path | None = None  # q_labels.jsonl or trees.jsonl to show (the run folder's)
     out: Path | None = None  # the page; tables and figures go beside it (RUN/report.html)
-    protocol: bool = False  # only print what their numbers mean, for a paper
     expected: Path | None = None  # CSV of ranges: says whether the rewards lie within them
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
     os.environ.setdefault("HOME", tempfile.gettempdir())  # matplotlib asks for it
-    from experiments.frontier import frontier
+    os.environ["MPLBACKEND"] = "agg"  # not a notebook's, which needs its packages
     from reporting import expected, figures, page, tables
-    from reporting.results import protocol, read_results, result_files
+    from reporting.results import read_results, result_files
 
     sources = list(result_files(config.results or [str(config.run)]))
-    if config.protocol:
-        protocols = {str(source[1]): protocol(read_results([source])) for source in sources}
-        return print(json.dumps(protocols, indent=1, ensure_ascii=False))
     run = sources[0][1].parent if config.results and config.run == Config.run else config.run
     out = config.out or run / "report.html"
     if out.suffix != ".html":
@@ -61,14 +56,13 @@ def main(argv: list[str] | None = None) -> None:
     warnings += stale([*inputs, *filter(None, [trees])])
 
     text = tables.text(groups, warnings)
-    with atomic(out.with_suffix(".md")) as file:
-        file.write(text)
-    print(text)
+    print(text, flush=True)  # before anything is written: the folder may be read-only
+    with atomic(out.with_suffix(".md")) as draft:
+        draft.write_text(text, encoding="utf-8")
     viewer = page.tree_data(trees)
-    pictures = figures.draw(groups, out, (figures.tokens, figures.labels, frontier))
-    sections = page.sections(groups, pictures, warnings)
-    with atomic(out) as file:
-        file.write(page.render(sections, viewer, inputs))
+    sections = page.sections(groups, figures.draw(groups, out), warnings)
+    with atomic(out) as draft:
+        draft.write_text(page.render(sections, viewer, inputs), encoding="utf-8")
     print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
     if config.expected:
         print("\n".join(expected.verdicts(groups, expected.read_ranges(config.expected))))
@@ -76,12 +70,11 @@ def main(argv: list[str] | None = None) -> None:
 
 def stale(paths: list[Path]) -> list[str]:
     """What was made from something that has changed since; each is printed, too."""
-    changes = dict.fromkeys((path, source) for path in paths for source in changed_inputs(path))
-    texts = [
-        f"{product} was made from another {source} than there is now: make it again" for product, source in changes
-    ]
-    for text in texts:
-        warn(text)
+    texts = []
+    for path in paths:
+        for source in changed_inputs(path):
+            texts.append(f"{path} was made from another {source} than there is now: make it again")
+            warn(texts[-1])
     return texts
 
 

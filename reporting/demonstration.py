@@ -21,7 +21,7 @@ import envs
 from qlass import UserError, demonstrations
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration
-from qlass.messages import State, parse_action
+from qlass.messages import State, parse_action, replay
 from qlass.models import load_chat
 from qlass.settings import Run, read, run_stage, runtime
 from qlass.tiny import AIDS, sentence, tiny_model
@@ -39,19 +39,16 @@ class Config(Run):
 
 
 def chat_of(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> Chat:
-    if config.model:
-        return load_chat(config.model, Rendering())
     sft = config.run / "sft"
-    if sft.exists():
-        return load_chat(sft, Rendering.load(sft))
-    _, tokenizer = tiny_model(text for demonstration in expert for _, text in demonstration.state.messages)
-    return Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
+    if config.model or sft.exists():
+        return load_chat(config.model or sft, Rendering() if config.model else Rendering.load(sft))
+    texts = (text for demonstration in expert for _, text in demonstration.state.messages)
+    return Chat(tiny_model(texts)[1], Rendering(**AIDS, markov=env.markov))
 
 
 def as_the_model_sees_it(chat: Chat, demonstration: Demonstration, limit: int) -> Iterator[str]:
     """Lines of text, each marked as read or written; in a Markov environment an example per action."""
-    for number, example in enumerate(examples_of(chat, [demonstration], limit)):
-        yield from [""] * bool(number)
+    for example in examples_of(chat, [demonstration], limit):
         tokens = zip(example.ids, example.labels, strict=True)
         for writes, some in itertools.groupby(tokens, key=lambda token: token[1] != NO_TARGET):
             text = chat.tokenizer.decode([token for token, _ in some], skip_special_tokens=False)
@@ -63,34 +60,33 @@ def as_the_model_sees_it(chat: Chat, demonstration: Demonstration, limit: int) -
 def task_of(demonstration: Demonstration, env: envs.TextEnv) -> str | None:
     """The training task of a demonstration, by its id or by its first observation; None: there is none."""
     tasks = env.task_ids("train")
-    best = {demonstration.task_id or demonstration.observation: demonstration}
-    if demonstration.task_id not in tasks:
-        demonstrations.find_tasks(best, env, tasks)
-    return next((task for task in tasks if task in best), None)
+    if demonstration.task_id in tasks:
+        return demonstration.task_id
+    for task in tasks:
+        start = State.first(env, *env.reset(options={"task_id": task}))
+        if start.observation.strip() == demonstration.observation:
+            return task
+    return None
 
 
-def replay(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iterator[str]:
+def replayed(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iterator[str]:
     """Each action, whether the environment knew it, and its answer, then the reward."""
-    state = State.first(env, *env.reset(options={"task_id": task}))
-    again = sentence(state.task, state.observation)
-    if env.max_steps is not None:  # the agent's limit is no demonstration's
-        env.max_steps = max(env.step_limit(), len(demonstration.actions))
+    moves = replay(env, task, demonstration.actions)
+    reward, done, differ, start = 0.0, False, 0, next(moves).state
+    again = sentence(start.task, start.observation)
     recorded = demonstration.texts("user")[demonstration.agreed + 1 :]
-    reward, done, differ = 0.0, False, 0
     for number, text in enumerate(demonstration.actions):
-        if done:
-            yield f"  the episode is over, and {len(demonstration.actions) - number} actions are left"
-            break
-        state, reward, done = state.act(env, text)
-        same = number >= len(recorded) or recorded[number].strip() == state.observation.strip()
-        differ += not same
-        marks = [] if "Action:" in text else ['no "Action:", so all of the text is the action']
-        marks += [] if env.known else ["the environment does not know it"]
-        marks += [] if same else ["another answer than recorded"]
+        action = parse_action(text)
+        marks = {'no "Action:", so all of the text is the action': "Action:" not in text}
+        marks["the environment does not know it"] = not env.knows(action)
+        _, state, reward, done = next(moves)
+        other = number < len(recorded) and recorded[number].strip() != state.observation.strip()
+        marks["another answer than recorded"] = other
+        differ += other
         answer = again.sub("...", state.observation) if again else state.observation  # the task would hide the rest
-        yield f"  {number + 1:3} {textwrap.shorten(parse_action(text), WIDTH - 6, placeholder=' ...')}"
+        yield f"  {number + 1:3} {textwrap.shorten(action, WIDTH - 6, placeholder=' ...')}"
         yield f"      {textwrap.shorten(answer, WIDTH - 6, placeholder=' ...')}"
-        yield from (f"      <- {mark}" for mark in marks)
+        yield from (f"      <- {mark}" for mark, so in marks.items() if so)
     record = "nothing is recorded" if demonstration.reward is None else f"{demonstration.reward:g} is recorded"
     end = "" if done else ", and the episode was not over"
     yield f"replaying them earned {reward:g}, {record}{end}; {differ} answers are not the recorded ones"
@@ -100,8 +96,6 @@ def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
     env = envs.from_config(config)
     path = config.expert or config.run / "expert.jsonl"
-    if not path.exists():
-        raise UserError(f"{path}: no such file: name one by --expert, or let sft.py play the environment's expert")
     expert = demonstrations.read(path, env)
     if config.number > len(expert):
         raise UserError(f"--number {config.number}: {path} has {len(expert)} demonstrations")
@@ -114,7 +108,8 @@ def main(argv: list[str] | None = None) -> None:
         print(*(f"  {parse_action(text)}" for text in demonstration.actions), sep="\n")
         print("no training task has this id or begins with these words, so they are not replayed")
     else:
-        print(*replay(demonstration, env, task), sep="\n")
+        for row in replayed(demonstration, env, task):
+            print(row)
 
 
 if __name__ == "__main__":

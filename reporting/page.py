@@ -16,18 +16,15 @@ from pathlib import Path
 import pandas as pd
 
 from qlass import UserError
-from qlass.messages import parse_action
 from qlass.trees import read_trees
 from reporting import tables
-from reporting.figures import Pictures
 from reporting.results import Group
 
-TITLES = {
-    "tokens": "Reward against tokens and environment steps (Fig. 3)",
-    "labels": "Labels compared (Fig. 4)",
-    "frontier": "Train or search: reward against all tokens",
-}
-BRANCHES = 3  # that the agent has ended in the tree that is shown first, if there is such a tree
+FIGURE = "Reward against cost (Fig. 3 of the paper)"
+CAPTION = (
+    "Higher at the same cost is better: where QLASS lies above the search by log-probability its QNet helps, and where "
+    "it lies above best-of-N it helps to choose within an episode; the points of a line are in the order of its legend."
+)
 FIELDS = ("observation", "reward", "done", "source", "branch", "expert", "q", "q_raw")  # of a node, for the viewer
 
 
@@ -39,20 +36,17 @@ def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def sections(groups: Sequence[Group], pictures: Pictures, warnings: Iterable[str] = ()) -> list[str]:
-    """Warnings, the first figure, the tables, the other figures."""
-    rows = tables.headline(groups)
-    *folds, last = [fold(title, table(rows_of(groups))) for title, rows_of in tables.TABLES.items()]
-    notes = tables.notes(rows)
-    protocols = fold("Protocol: what the numbers mean", "".join(map(note, tables.protocols(groups))))
-    results = [table(tables.headline_table(rows)), *map(note, notes), protocols, *folds]
-    differences = [table(tables.differences_table(rows)), note(tables.DIFFERENCES_NOTE), last]
-    parts = [section("results", "Results", *results)]
-    parts += [section("differences", "Paired differences in reward", *differences)]
-    for name, title in TITLES.items():
-        drawings = [figure(title, env, *svgs) for env, svgs in pictures[name].items()]
-        parts.insert(0 if name == "tokens" else len(parts), section(name, title, *drawings))
-    return [section("warnings", "Warnings", *map(note, warnings)), *parts]
+def sections(groups: Sequence[Group], pictures: dict[str, str], warnings: Iterable[str] = ()) -> list[str]:
+    """Warnings, the figure, the table of results, the differences, what is folded."""
+    (title, differences), *others = ((title, table(rows_of(groups))) for title, rows_of in tables.TABLES.items())
+    protocols = "".join(map(note, tables.protocols(groups)))
+    folds = [fold(*other) for other in [*others, ("Protocol: what the numbers mean", protocols)]]
+    return [
+        section("warnings", "Warnings", *map(note, warnings)),
+        section("tokens", FIGURE, *(figure(*picture) for picture in pictures.items())),
+        section("results", "Results", table(tables.results_table(groups)), *map(note, tables.notes(groups)), *folds),
+        section("differences", title, differences and note(tables.DIFFERENCES_NOTE) + differences),
+    ]
 
 
 def section(name: str, title: str, *parts: str) -> str:
@@ -60,11 +54,9 @@ def section(name: str, title: str, *parts: str) -> str:
     return f'<section id="{name}"><h2>{escape(title)}</h2>{body}</section>' if body else ""
 
 
-def figure(title: str, env: str, wide: str, narrow: str) -> str:
-    """A figure in two widths, of which the page shows the one that fits the screen."""
-    caption = f"<figcaption>{escape(env)}</figcaption>"
-    drawings = f'<div class="on-wide">{wide}</div><div class="on-narrow">{narrow}</div>'
-    return f'<figure role="img" aria-label="{escape(f"{title}, {env}")}">{drawings}{caption}</figure>'
+def figure(env: str, svg: str) -> str:
+    caption = f"<figcaption><b>{escape(env)}.</b> {escape(CAPTION)}</figcaption>"
+    return f'<figure><div role="img" aria-label="{escape(FIGURE)}, {escape(env)}">{svg}</div>{caption}</figure>'
 
 
 def note(text: str) -> str:
@@ -80,7 +72,9 @@ def table(rows: pd.DataFrame) -> str:
         return ""
     if rows["environment"].nunique() == 1:  # the figures say it: narrow screens need the place
         rows = rows.drop(columns="environment")
-    rows = rows.map(lambda text: text.replace(", ", ",\u00a0"))  # an interval stays on one line
+    rows = rows.map(
+        lambda text: text.replace(", ", ",\u00a0").replace(" [", "\u00a0[")
+    )  # an interval stays on one line
     with pd.option_context("display.max_colwidth", None):
         return f'<div class="wide" tabindex="0">{rows.to_html(index=False, border=0)}</div>'
 
@@ -89,7 +83,7 @@ def tree_data(path: Path | None, limit: int = 60) -> str:
     """The trees for the page's viewer as JSON: at most `limit`, evenly spread over the file.
 
     {"total", "first", "trees": [{"task", "text", "nodes": [{"parent": its place or -1, "action", "thought", ...}]}]}; a
-    node comes after its parent. first: the place of the tree that is shown first, in which the agent has ended several
+    node comes after its parent. first: the place of the tree that is shown first, in which the agent has ended the most
     branches.
     """
     if path is None:
@@ -99,8 +93,7 @@ def tree_data(path: Path | None, limit: int = 60) -> str:
         raise UserError(f"{path}: holds no trees; build_trees.py writes them")
     shown = trees[:: max(1, math.ceil(len(trees) / limit))]
     ends = [agent_ends(tree["nodes"]) for tree in shown]
-    first = next((i for i, n in enumerate(ends) if n >= BRANCHES), ends.index(max(ends)))
-    data = {"total": len(trees), "first": first, "trees": shown}
+    data = {"total": len(trees), "first": ends.index(max(ends)), "trees": shown}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -115,10 +108,9 @@ def viewer_tree(tree: list[dict]) -> dict:
     nodes = []
     for node in tree:
         text = node["action"] or ""
-        action = parse_action(text)
-        thought = text.strip().removesuffix(action).rstrip().removesuffix("Action:")
-        shown = {"thought": thought.removeprefix("Thought:").strip(), "action": action}
+        thought, _, action = text.rpartition("Action:")
+        shown = {"thought": thought.strip().removeprefix("Thought:").strip(), "action": action.strip()}
         shown["parent"] = places.get(node["parent_id"], -1)
         nodes.append(shown | {name: node.get(name) for name in FIELDS})
     root = tree[0]
-    return {"task": str(root["task_id"]), "text": root.get("task") or root["observation"], "nodes": nodes}
+    return {"task": root["task_id"], "text": root.get("task") or root["observation"], "nodes": nodes}

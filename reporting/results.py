@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ import pandas as pd
 
 from qlass import UserError, records
 from qlass.messages import parse_action
-from qlass.outputs import meta_of, parts_of, warn
-from reporting.lineage import lineage
+from qlass.outputs import input_of, meta_of, parts_of, warn
 from reporting.stats import Estimate, interval
 
 METHODS = {  # in the order of the table
@@ -28,10 +27,9 @@ METHODS = {  # in the order of the table
     "greedy": "SFT greedy",
     "sample": "SFT sampled",
     "best_of_n": "best-of-N",
-    "likeliest": "search by the agent's log-probability",
+    "likeliest": "search by log-probability",
     "qlass": "QLASS",
     "oracle_step": "choice by true value (oracle)",
-    "oracle_belief": "choice by the value in worlds that agree with what was seen (oracle)",
     "oracle_lookahead": "look-ahead of the released code (oracle)",
     "lookahead": "look-ahead by QNet",
     "beam": "beam by QNet",
@@ -98,16 +96,23 @@ class Group:
     @cached_property
     def row(self) -> pd.DataFrame:
         """What the table's row is of: the tasks that all seeds have played, or all where there are not two such."""
-        seeds = self.episodes.groupby("task", dropna=False)["seed"].transform("nunique")
-        row = self.episodes[seeds == self.episodes["seed"].nunique()]
+        seeds = self.episodes.groupby("task")["seed"].transform("nunique")
+        row = self.episodes[seeds == self.n_seeds]
         return row if row["task"].nunique() > 1 else self.episodes
+
+    @property
+    def n_seeds(self) -> int:
+        return self.episodes["seed"].nunique()
 
     @cached_property
     def reward(self) -> Estimate:
         return interval(self.values("reward"), self.blocks, rewards=True)
 
     def mean(self, name: str) -> float:
-        return float(self.row.groupby("task", dropna=False)[name].mean().mean())
+        return float(self.row.groupby("task")[name].mean().mean())
+
+
+# --------------------------------------------------------------------------------------------------- reading the files
 
 
 def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
@@ -117,20 +122,21 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
         if not path.exists() and "=" in argument:
             label, _, rest = argument.partition("=")
             path = Path(rest)
-        there = [*path.glob("results*.jsonl"), *path.glob("results*.jsonl.parts")]
-        names = sorted({file.name.removesuffix(".parts") for file in there})
-        paths = [path / name for name in names] if path.is_dir() else [path]
+        paths = [path]
+        if path.is_dir():
+            there = [*path.glob("results*.jsonl"), *path.glob("results*.jsonl.parts")]
+            paths = [path / name for name in sorted({file.name.removesuffix(".parts") for file in there})]
         if not any(place.exists() for file in paths for place in (file, parts_of(file))):
             raise UserError(f"{path}: no results*.jsonl; python q_search.py --run FOLDER writes one")
         yield from ((label, file) for file in paths)
 
 
-def lines_of(path: Path) -> Iterator[tuple[str, dict]]:
+def lines_of(path: Path) -> Iterator[tuple[str, Any]]:
     """("FILE:LINE", result). UserError for a file that is not complete, and for what is no result."""
     if not path.exists() and parts_of(path).exists():
         raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
     for number, line in enumerate(records.read(path, records.Result), 1):
-        yield f"{path}:{number}", {name: value for name, value in line.items() if value is not None}
+        yield f"{path}:{number}", line
 
 
 def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None = None) -> list[Group]:
@@ -142,11 +148,9 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     rows: list[dict] = []
     warnings = [] if warnings is None else warnings
     for label, path in sources:
-        meta = meta_of(path)
         for where, record in lines_of(path):
-            own = meta.get("cloned") is False and record["method"] not in UNTRAINED
-            name = ", ".join(filter(None, (label, "base agent" if own else "")))
-            rows.append(episode(record, name, path, where))
+            labels = filter(None, (label, record.get("label")))
+            rows.append(episode(record) | {"label": ", ".join(labels), "file": path, "where": where})
         if parts_of(path).exists():
             warnings.append(f"{path}: is being extended; what is new is read when that is complete")
     if not rows:
@@ -156,67 +160,58 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     same = [*CONDITION, "task", "seed"]
     table = table.drop_duplicates([*same, "reward", "total"])
     twins = table[table.duplicated(same, keep=False)].sort_values(same, kind="stable")
-    for first, second in zip(twins[:1].itertuples(), twins[1:2].itertuples(), strict=True):
-        places = f"{first.where} and {second.where}"
-        subject = f"{first.method} for task {first.task}, seed {first.seed}"
-        raise UserError(f"{places}: two different results of {subject}, {APART}")
+    if len(twins):
+        first, second = twins["where"].iloc[:2]
+        raise UserError(f"{first} and {second}: two different results of a task, a method and a seed, {APART}")
     groups = []
     for key, episodes in table.groupby(CONDITION, dropna=False):
-        conditions = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
-        groups.append(Group(Condition(**conditions), episodes))
+        values = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
+        groups.append(Group(Condition(**values), episodes))
     groups.sort(key=lambda group: group.condition.order())
-    warnings += dict.fromkeys([*check_tables(groups), *check_rows(groups), *tell_unknown(groups)])
+    warnings += dict.fromkeys([*check_tables(groups), *check_rows(groups), *doubts(groups)])
     for warning in warnings:
         warn(warning)
     return groups
 
 
-def tell_unknown(groups: Iterable[Group]) -> Iterator[str]:
-    """Rows whose rewards say less than they seem to: tasks refused, prompts cut, or texts that are no action."""
+def episode(record: dict) -> dict[str, Any]:
+    """The numbers of a result, so that its texts need not stay in memory."""
+    steps, tokens = record.get("steps", []), record["tokens"]
+    split, task, n_steps = record.get("split", "test"), str(record["task_id"]), record.get("n_steps", len(steps))
+    turns = {(parse_action(step.get("action", "")), step.get("observation")) for step in steps}
+    return {
+        "env": record["env"] if split == "test" else f"{record['env']} {split}",
+        "split": split,
+        **{name: record.get(name) for name in ("method", "M", "N", "select", "player")},
+        "task": task,
+        "block": record.get("block", task),  # tasks that vary together (TextEnv.block)
+        "seed": record.get("seed", 0),
+        "reward": float(record["reward"]),
+        "success": float(record.get("success", math.nan)),
+        "generated": tokens.get("generated", 0),
+        # Of a scorer of experiments.qval only the agent's own are known.
+        "total": math.nan if record["method"] == "scorer" else sum(tokens.get(part, 0) for part in COSTS),
+        "steps": n_steps,
+        "unknown": record.get("unknown_actions", 0),
+        "cut": record.get("cut_prompts", 0),
+        "choices": len([step for step in steps if len(step.get("candidates") or ()) > 1]),
+        "repeats": len(steps) - len(turns),  # steps whose action had the same answer earlier in the episode
+        "env_steps": record.get("env_steps", n_steps),
+        "resets": record.get("resets", 1),
+    }
+
+
+def doubts(groups: Iterable[Group]) -> Iterator[str]:
+    """Rows whose rewards say less than they seem to: prompts cut, or texts that are no action."""
     for group in groups:
-        refused, cut = group.episodes["refused"].sum(), group.episodes["cut"].sum()
-        if refused:
-            yield f"{group.condition}: {refused} tasks were refused, and count as reward 0 at no tokens"
-        if cut:
+        if cut := group.episodes["cut"].sum():
             yield f"{group.condition}: {cut} prompts lost their oldest turns"
         share = group.episodes["unknown"].sum() / max(1, group.episodes["steps"].sum())
         if share > 0.05:
             yield f"{group.condition}: the environment did not know {share:.0%} of its actions"
 
 
-def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
-    """The numbers of a result, and where it stands, so that its texts need not stay in memory."""
-    steps, tokens, success = record.get("steps") or [], record["tokens"], record.get("success")
-    split = record.get("split") or "test"
-    turns = {(parse_action(step.get("action", "")), step.get("observation")) for step in steps}
-    return {
-        "env": record["env"] if split == "test" else f"{record['env']} {split}",
-        "split": split,
-        **{name: record.get(name) for name in ("method", "M", "N", "select", "player")},
-        "label": ", ".join(filter(None, (label, record.get("label")))) or None,
-        "task": str(record["task_id"]),
-        "type": record.get("type") or "",
-        "block": record.get("block") or str(record["task_id"]),  # tasks that vary together (TextEnv.block)
-        "seed": record.get("seed") or 0,
-        "reward": float(record["reward"]),
-        "success": math.nan if success is None else float(success),
-        "generated": tokens.get("generated", 0),
-        # Of a scorer of experiments.qval only the agent's own are known.
-        "total": math.nan if record["method"] == "scorer" else sum(tokens.get(part, 0) for part in COSTS),
-        "steps": record.get("n_steps", len(steps)),
-        "unknown": record.get("unknown_actions", 0),
-        "refused": "refused" in record,
-        "cut": record.get("cut_prompts", 0),
-        "choices": len([step for step in steps if len(step.get("candidates") or ()) > 1]),
-        "repeats": len(steps) - len(turns),  # steps whose action had the same answer earlier in the episode
-        "env_steps": record.get("env_steps", record.get("n_steps", len(steps))),
-        "resets": record.get("resets", 1),
-        "file": path,
-        "where": where,
-    }
-
-
-# ---------------------------------------------------------------------------------------------- what a table is about
+# -------------------------------------------------------------------------------- what one table, and one row, may hold
 
 AGENT = ("temperature", "tokens")  # fields of a protocol in which a table's rows may differ
 
@@ -235,26 +230,24 @@ def protocol(groups: Sequence[Group]) -> dict[str, Any]:
             if value not in fields.setdefault(name, []):
                 fields[name].append(value)
     tasks = {}
-    for split, rows in episodes.groupby("split"):
-        ids = "".join(f"{task}\n" for task in sorted(rows["task"].unique()))
-        tasks[split] = {"n": rows["task"].nunique(), "sha256": hashlib.sha256(ids.encode()).hexdigest()[:16]}
-    shared = {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
-    methods, seeds = [str(group.condition) for group in groups], sorted(map(int, episodes["seed"].unique()))
-    return shared | {"tasks": tasks, "seeds": seeds, "methods": methods}
+    for split, ids in episodes.groupby("split")["task"].unique().items():
+        text = "".join(f"{task}\n" for task in sorted(ids))
+        tasks[split] = {"n": len(ids), "sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    shared = {name: values if len(values) > 1 else values[0] for name, values in fields.items()}
+    seeds = sorted(map(int, episodes["seed"].unique()))
+    return shared | {"tasks": tasks, "seeds": seeds, "methods": [str(group.condition) for group in groups]}
 
 
 def check_tables(groups: Sequence[Group]) -> Iterator[str]:
     """UserError for a table of two protocols, or of tasks that are no part of another row's: a --limit leaves a fair
-    part. Yields rows over fewer tasks, and how many files tell no protocol."""
+    part. Yields rows over fewer tasks."""
     for rows in tables_of(groups):
         env, most = rows[0].condition.env, max(rows, key=lambda group: len(group.blocks))
-        files = dict.fromkeys(path for group in rows for path in group.episodes["file"])
-        protocols = {path: meta_of(path)["protocol"] for path in files if "protocol" in meta_of(path)}
-        for a, b in combinations(protocols, 2):
-            ours = {name: value for name, value in protocols[a].items() if name not in AGENT}
-            check_same(a, b, ours, protocols[b], env, ALONE)
-        if len(protocols) < len(files) > 1:
-            yield f"{env}: {len(files) - len(protocols)} of {len(files)} files tell no protocol: theirs may be another"
+        protocols = {}
+        for path in dict.fromkeys(path for group in rows for path in group.episodes["file"]):
+            told = meta_of(path).get("protocol", {})
+            protocols[path] = {name: value for name, value in told.items() if name not in AGENT}
+        check_alike(protocols, env, ALONE)
         for group in rows:
             if not group.blocks.keys() <= most.blocks.keys():
                 raise UserError(f"{env}: {most.condition} and {group.condition} with different tasks, {ALONE}")
@@ -263,33 +256,45 @@ def check_tables(groups: Sequence[Group]) -> Iterator[str]:
             yield f"{env}: rows over {sizes[0]} tasks and over {sizes[-1]}: their means may differ by the tasks alone"
 
 
-# --------------------------------------------------------------------------------------- what one row may be made from
-
-
 def check_rows(groups: Sequence[Group]) -> Iterator[str]:
     """UserError names two files in one row whose agents, QNets or environments differ in more than their seed. Yields
-    what cannot be told."""
+    rows that count one training twice."""
     for group in groups:
         name, used = group.condition.name, models_of(group.condition)
-        seeds = group.episodes.groupby("file")["seed"].agg(set)
-        for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
-            flags = [lineage(path, used) for path in (a, b)]
-            models = [{f"--{n} of one seed": meta_of(path)["recipe"].get(n) for n in used} for path in (a, b)]
-            yield from (f"{path}: no metadata beside it, so its agent and QNet may be other ones"
-                        for path, told in zip((a, b), flags, strict=True) if not told)  # fmt: skip
-            if of_a & of_b:
-                check_same(a, b, *models, name)
-            elif used and models[0] == models[1] and all(models[0].values()):
-                yield f"{a} and {b}: {name} is of one model under two --seed, so not of two trainings"
-            check_same(a, b, *flags, name)
+        files = {path: made_with(path, used) for path in group.episodes["file"].unique()}
+        check_alike(files, name, APART)
+        seeds: dict[tuple, set] = {}  # by the content of agent and QNet
+        for seed, episodes in group.episodes.groupby("seed"):
+            models = {}
+            for path in episodes["file"].unique():
+                models[path] = {model: meta_of(path)["recipe"].get(model) for model in used}
+                seeds.setdefault(tuple(models[path].values()), set()).add(seed)
+            check_alike(models, f"{name} of one seed", APART)
+        if any(len(several) > 1 and all(models) for models, several in seeds.items() if models):
+            yield f"{name}: one model under two --seed, so not two trainings"
 
 
-def check_same(a: Path, b: Path, ours: dict, theirs: dict, subject: str, mistake: str = APART) -> None:
-    """UserError for flags of two files that differ, of those that both have."""
-    for flag in ours:
-        if flag in theirs and ours[flag] != theirs[flag]:
-            values = f"{ours[flag]}, {theirs[flag]}"
-            raise UserError(f"{a} and {b}: {subject} with different {flag} ({values}), {mistake}")
+def made_with(output: Path, inputs: Iterable[str], stage: str = "") -> dict[str, Any]:
+    """{"sft epochs": 12}: the settings, but for the seed, of an output, of these inputs, and of all behind them."""
+    meta = meta_of(output)
+    recipe = meta["recipe"] | {"trees": meta.get("trees")}  # how many: a tree file may grow
+    others = {"seed", "label", *meta["inputs"]}
+    settings = {f"{stage} {name}".strip(): value for name, value in recipe.items() if name not in others}
+    for name in inputs:
+        if path := input_of(output, name):
+            settings |= made_with(path, meta_of(path)["inputs"], name)
+    return settings
+
+
+def check_alike(fields: dict[Path, dict[str, Any]], subject: str, mistake: str) -> None:
+    """UserError for fields of two files that differ, of those that both have."""
+    first: dict[str, tuple[Path, Any]] = {}
+    for path, values in fields.items():
+        for name, value in values.items():
+            earlier, before = first.setdefault(name, (path, value))
+            if value != before:
+                places = f"{earlier} and {path}"
+                raise UserError(f"{places}: {subject} with different {name} ({before}, {value}), {mistake}")
 
 
 def models_of(condition: Condition) -> tuple[str, ...]:

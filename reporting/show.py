@@ -51,16 +51,15 @@ def show(config: Any, env: Any, tasks: list[str], plan: Sequence[Any], chat: Any
     if not tasks:
         raise UserError("no tasks are left: mind --split, --skip and --limit")
     for method in plan:
-        tried = []
-        for line in outcomes(config, env, method, tasks, chat, models):
+        tried: list[dict] = []
+        for line in outcomes(config, env, method, tasks[: TRIED if method.M > 1 else 1], chat, models):
             tried.append(line)
             if len(choices(line)) >= SEVERAL:
                 break
         best = max(tried, key=lambda line: len(choices(line)))  # the first of those with the most
         if len(tried) > 1:
             print(search_for(tried, best, config.split) + "\n")
-        for row in rows_of(env, best):
-            print(row)
+        print(*rows_of(env, best), sep="\n")
         print(paint(f"{method}: reward {best['reward']:.3g} after {best['n_steps']} steps", "1;36"))
         if method.M > 1:
             print(count_of_choices(best))
@@ -71,9 +70,9 @@ def show(config: Any, env: Any, tasks: list[str], plan: Sequence[Any], chat: Any
 
 
 def outcomes(
-    config: Any, env: Any, method: Any, tasks: list[str], chat: Any, models: Models
+    config: Any, env: Any, method: Any, tasks: Sequence[str], chat: Any, models: Models
 ) -> Iterator[dict[str, Any]]:
-    """The outcomes of a method in the first tasks, in their order, each with its task_id."""
+    """The outcomes of a method in these tasks, in their order, each with its task_id."""
     width = min(config.in_flight or env.side_by_side, TOGETHER)
 
     async def outcome_of(task_id: str) -> dict:
@@ -82,10 +81,9 @@ def outcomes(
         fork.close()
         return {"task_id": task_id} | outcome
 
-    tried = tasks[: TRIED if method.M > 1 else 1]
     title = f"{method}: looking for choices"
-    for first in tqdm(range(0, len(tried), width), title, leave=False, disable=len(tried) == 1):
-        batch = tried[first : first + width]
+    for first in tqdm(range(0, len(tasks), width), title, leave=False, disable=len(tasks) == 1):
+        batch = tasks[first : first + width]
         lines = {line["task_id"]: line for line in drive(map(outcome_of, batch), models, width)}
         yield from (lines[task_id] for task_id in batch)
 
@@ -98,16 +96,17 @@ def choices(line: dict) -> list[int]:
 # ----------------------------------------------------------------------------------------------- in words
 
 
+def in_short(action: str) -> str:
+    return textwrap.shorten(parse_action(action), WORD, placeholder=" ...")
+
+
 def search_for(tried: Sequence[dict], best: dict, split: str) -> str:
     """Which tasks were played before the one that is shown, and why they are not shown."""
+    text = f"Task {best['task_id']}. None of the first {len(tried)} {split} tasks has {SEVERAL} steps in which there "
+    text += "was a choice; no task has more of them than this one."
     if len(choices(best)) >= SEVERAL:
-        text = f"Task {best['task_id']}. The {len(tried) - 1} {split} tasks before it are not shown:"
-        text += f" they have fewer than {SEVERAL} steps in which there was a choice."
-    else:
-        text = (
-            f"Task {best['task_id']}. None of the first {len(tried)} {split} tasks has {SEVERAL} steps in which there"
-        )
-        text += " was a choice; no task has more of them than this one."
+        text = f"Task {best['task_id']}. The {len(tried) - 1} {split} tasks before it are not shown: they have fewer "
+        text += f"than {SEVERAL} steps in which there was a choice."
     return textwrap.fill(text, WIDTH)
 
 
@@ -128,10 +127,11 @@ def rows_of(env: Any, line: dict) -> Iterator[str]:
 
 def candidates_of(step: dict) -> Iterator[str]:
     candidates = step["candidates"] or [{"action": step["action"], "q": None}]  # a rule draws none
-    words = [textwrap.shorten(parse_action(c["action"]), WORD, placeholder=" ...") for c in candidates]
+    scores = [candidate["q"] for candidate in candidates]
+    words = [in_short(candidate["action"]) for candidate in candidates]
     column = max(map(len, words))
     for candidate, word in zip(candidates, words, strict=True):
-        row = f"{word:{column}}  {bar(candidate['q'], [c['q'] for c in candidates])}".rstrip()
+        row = f"{word:{column}}  {bar(candidate['q'], scores)}".rstrip()
         yield "  " + (paint(f"> {row}", "32") if candidate["action"] == step["action"] else f"  {row}")
 
 
@@ -147,13 +147,12 @@ def count_of_choices(line: dict) -> str:
 
 def compared(env: Any, line: dict, rival: dict) -> str:
     """What the agent earns alone, and where the two ways part."""
-    ways = [[env.canonical(parse_action(step["action"])) for step in way["steps"]] for way in (line, rival)]
+    ours, theirs = ([env.canonical(parse_action(step["action"])) for step in way["steps"]] for way in (line, rival))
     text = f"The agent alone, greedy, earns {rival['reward']:.3g} after {rival['n_steps']} steps. "
-    if ways[0] == ways[1]:
+    if ours == theirs:
         return text + "It goes the same way."
     same = 0
-    while same < min(map(len, ways)) and ways[0][same] == ways[1][same]:
+    while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
         same += 1
-    rest = [textwrap.shorten(parse_action(step["action"]), WORD, placeholder=" ...") for step in rival["steps"][same:]]
-    text += f"The ways part at step {same + 1}, from where greedy goes on with {', '.join(rest)}."
-    return textwrap.fill(text, WIDTH)
+    rest = ", ".join(in_short(step["action"]) for step in rival["steps"][same:])
+    return textwrap.fill(text + f"The ways part at step {same + 1}, from where greedy goes on with {rest}.", WIDTH)

@@ -43,8 +43,14 @@ def bootstrap(values: Iterable[float], resamples: int = 10_000) -> Estimate:
     n = len(sample)
     if n < 2:
         return Estimate(float(sample.mean()) if n else math.nan, math.nan, math.nan, n)
-    options = {"n_resamples": resamples, "batch": max(1, 2_000_000 // n), "method": "percentile"}  # batch bounds memory
-    drawn = stats.bootstrap((sample,), np.mean, rng=np.random.default_rng(0), **options)
+    drawn = stats.bootstrap(
+        (sample,),
+        np.mean,
+        n_resamples=resamples,
+        batch=max(1, 2_000_000 // n),  # bounds memory
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
     low, high = map(float, drawn.confidence_interval)
     means = drawn.bootstrap_distribution.round(12)  # without rounding errors, which would hide a mean of 0
     tail = min((means <= 0).sum(), (means >= 0).sum())

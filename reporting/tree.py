@@ -20,20 +20,15 @@ from qlass.settings import parse, run_stage
 from qlass.trees import read_trees
 from reporting import svg
 
-LETTERS = 14  # of an action, at most: what fits above an edge
+LETTERS = 12  # of an action, at most: what fits above an edge
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     run: Path = Path("runs/webshop")  # whose trees are read where none are named
     trees: Path | None = None  # q_labels.jsonl or trees.jsonl
-    task: str = ""  # whose tree (the first one in which a state has two actions)
+    task: str = ""  # whose tree (the first one)
     out: Path | None = None  # the picture (RUN/tree_TASK.svg)
-
-
-def branches(tree: list[dict]) -> bool:
-    parents = [node["parent_id"] for node in tree]
-    return len(set(parents)) < len(parents)
 
 
 def short(action: str) -> str:
@@ -44,30 +39,29 @@ def short(action: str) -> str:
 
 def picture(tree: list[dict]) -> str:
     """The SVG of a tree, labelled or not."""
-    actions = ["", *(short(parse_action(node["action"])) for node in tree[1:])]
-    if "q" in tree[0]:
-        below = ["", *(f"{node['q']:.2f}" for node in tree[1:])]
-        return svg.tree(tree, actions, below, [svg.shade(node["q"]) for node in tree])
-    ends = [(svg.GOOD if node["reward"] else svg.BAD) if node["done"] else svg.WHITE for node in tree]
-    return svg.tree(tree, actions, ["", *(node.get("source", "") for node in tree[1:])], ends)
+    above, below, fills = [""], [""], []
+    for node in tree:
+        end = svg.GOOD if node["reward"] else svg.BAD
+        unlabelled = end if node["done"] else svg.WHITE
+        fills.append(svg.shade(node["q"]) if "q" in node else unlabelled)
+    for node in tree[1:]:
+        above.append(short(parse_action(node["action"])))
+        below.append(f"{node['q']:.2f}" if "q" in node else node["source"])
+    return svg.tree(tree, above, below, fills)
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
     here = [config.run / name for name in ("q_labels.jsonl", "trees.jsonl")]
     path = config.trees or next((file for file in here if file.exists()), here[1])
-    tasks: list[str] = []
-    for tree in read_trees(path, ["depth", "done"]):
-        tasks.append(str(tree[0]["task_id"]))
-        if config.task == tasks[-1] or (not config.task and branches(tree)):
-            break
-    else:
-        wanted = f"tree of task {config.task}" if config.task else "tree with a branch"
-        raise UserError(f"{path}: no {wanted}; its tasks are {', '.join(tasks[:5])}, ...")
-    out = config.out or path.with_name(f"tree_{re.sub('[^a-zA-Z0-9_.-]', '-', tasks[-1])}.svg")
-    with atomic(out) as file:
-        file.write(picture(tree))
-    print(f"{out}: the {len(tree)} nodes of task {tasks[-1]}")
+    trees = {tree[0]["task_id"]: tree for tree in read_trees(path)}
+    task = config.task or next(iter(trees), "")
+    if task not in trees:
+        raise UserError(f"{path}: no tree of task {task}; its tasks are {', '.join([*trees][:5])}, ...")
+    out = config.out or path.with_name(f"tree_{re.sub('[^a-zA-Z0-9_.-]', '-', task)}.svg")
+    with atomic(out) as draft:
+        draft.write_text(picture(trees[task]), encoding="utf-8")
+    print(f"{out}: the {len(trees[task])} nodes of task {task}")
 
 
 if __name__ == "__main__":

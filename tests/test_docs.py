@@ -23,31 +23,35 @@ import envs
 import q_search
 import sft
 from docs import build, rival
-from qlass.outputs import read_jsonl
 from qlass.messages import parse_action
+from qlass.outputs import read_jsonl
 from reporting import reference, tables
 from reporting.results import read_results, result_files
 
 PARTS = {"lake": ("frozenlake", {"map": "4x4"}, 0.9), "shop": ("webshop", {}, 0.98)}  # environment, its options, gamma
 
 
-def test_the_page_and_its_pictures_are_what_the_code_and_the_lines_give():
-    page, again = build.PAGE.read_text(encoding="utf-8"), "python -m docs.build makes them again"
-    for text in (page, build.COMPARE.read_text(encoding="utf-8")):
+def text_of(path: str) -> str:
+    return (build.ROOT / path).read_text(encoding="utf-8")
+
+
+def test_the_pages_code_and_pictures_are_what_the_code_and_the_lines_give():
+    again = "python -m docs.build makes them again"
+    for page in (build.PAGE, build.COMPARE):
+        text = page.read_text(encoding="utf-8")
         assert build.refresh(text) == text, again
     pictures = {path.name: path.read_text(encoding="utf-8") for path in build.LINES.glob("*.svg")}
     assert pictures == build.episodes() | build.trees(), again
-    assert all(f"walkthrough/{name})" in page + build.README.read_text(encoding="utf-8") for name in pictures)
-    for name, file in re.findall(r"\[`(\w+)`\]\(\.\./(\w+\.py)\)", page):
-        assert re.search(rf"(def|class) {name}\b", (build.ROOT / file).read_text(encoding="utf-8")), name
+    shown = text_of("docs/walkthrough.md") + text_of("README.md")
+    assert all(f"walkthrough/{name})" in shown for name in pictures)
     raw = {str(node["node_id"]): f"{round(node['q_raw'], 4):g}" for node in build.read("lake/q_labels.jsonl")}
-    table = re.findall(r"^\| (\d+) \| .* \| (\S+) \| \S* ?\|$", page, re.M)
+    table = re.findall(r"^\| (\d+) \| .* \| (\S+) \| \S* ?\|$", shown, re.M)
     assert len(table) == 9 and set(table) <= set(raw.items())
 
 
 def test_the_commands_of_the_page_grow_its_tree(tmp_path):
     """A preset that changes may not change what they give."""
-    page = build.PAGE.read_text(encoding="utf-8")
+    page = text_of("docs/walkthrough.md")
     (lake,) = re.findall(r'LAKE="(.*) --run runs/lake (.*)"', page)
     for stage in (sft, build_trees):
         (flags,) = re.findall(rf"python {stage.__name__}\.py \$LAKE (.*)", page)
@@ -59,26 +63,25 @@ def test_the_commands_of_the_page_grow_its_tree(tmp_path):
 def test_the_rival_of_the_page_plays_and_has_a_row(agent, value_net, fake_world, tmp_path):
     """One draw of it is a sample; of four it takes what most are; lines of another program join."""
     run = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--qnet", str(value_net), "--limit", "4"]
-    q_search.main([*run, "--method", "sample", "greedy", "best_of_n", "qlass", "-M", "2"])
+    q_search.main([*run, "--method", "sample", "greedy", "best_of_n", "likeliest", "qlass", "-M", "4"])
     rival.main([*run, "-M", "1", "4"])
-    lines = {(r["method"], r["M"], r["N"], r["task_id"]): r for r in read_jsonl(tmp_path / "results.jsonl")}
-    for task in [task for method, _, _, task in lines if method == "greedy"]:
-        one, sample, four = (lines[(*key, 1, task)] for key in (("vote", 1), ("sample", 1), ("vote", 4)))
+    lines = {(r["method"], r["M"], r["task_id"]): r for r in read_jsonl(tmp_path / "results.jsonl")}
+    tasks = [task for method, _, task in lines if method == "greedy"]
+    for task in tasks:
+        one, sample, four = (lines[(*key, task)] for key in (("vote", 1), ("sample", 1), ("vote", 4)))
         assert [step["action"] for step in one["steps"]] == [step["action"] for step in sample["steps"]]
         assert one["tokens"] == sample["tokens"]
         for step in four["steps"]:
             votes = {candidate["action"]: candidate["q"] for candidate in step["candidates"]}
             assert sum(votes.values()) == 4 and votes[step["action"]] == max(votes.values())
-    told = (build.ROOT / "data/README.md").read_text(encoding="utf-8").partition("## results.jsonl")[2]
-    assert four.keys() | four["steps"][0].keys() | {"q"} <= set(re.findall(r"`(\w+)`", told))
-    page = build.COMPARE.read_text(encoding="utf-8")
-    (example,) = re.findall(r"^    (\{.*?\}\n)", page, re.M | re.S)
-    other = json.loads(example) | {"env": "fake", "task_id": task}
+    (example,) = re.findall(r"^    (\{.*?\}\n)", text_of("docs/compare.md"), re.M | re.S)
+    other = json.loads(example) | {"env": "fake", "task_id": tasks[0]}
     (tmp_path / "results-mine.jsonl").write_text(json.dumps(other))
     groups = read_results(result_files([str(tmp_path)]))
     assert {"vote", "mine"} <= set(tables.results_table(groups)["method"].str.split().str[0])
-    minus = tables.differences_table(groups).query("method == 'vote [base agent] M=4'")["minus"]
-    assert {text.replace(",", " ").split()[0] for text in minus} == {"SFT", "QLASS", "best-of-N"}
+    minus = tables.differences_table(groups).query("method == 'vote M=4'")["minus"]
+    of_its_budget = ["search by log-probability M=4", "QLASS M=4"]
+    assert list(minus) == ["SFT greedy", *of_its_budget, "best-of-N, picked by QNet N=4"]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -103,8 +106,8 @@ def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
     (folder / "qnet").symlink_to(value_net)
     monkeypatch.setattr("envs.make", lambda name: FakeEnv())
     names: dict = {}
-    page = (build.ROOT / "docs/python.md").read_text(encoding="utf-8")
-    for example in re.findall(r"```python\n(.*?)```", page, re.S):
+    page = text_of("docs/tools.md").partition("# From Python")[2]
+    for example in re.findall(r"```python\n(.*?)```", page, re.S)[:2]:
         exec(example, names)
     assert re.fullmatch(r"task test0: reward \d\.\d{3} after \d+ steps\n", capsys.readouterr().out)
     assert names["done"] and names["env"].steps > 0
@@ -140,19 +143,19 @@ def test_the_cells_of_the_notebook_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(plt, "show", lambda: shown.append("<figure"))
     space: dict = {}
-    notebook = json.loads((build.ROOT / "docs/qlass.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads(text_of("docs/qlass.ipynb"))
     for cell in (cell for cell in notebook["cells"] if cell["cell_type"] == "code"):
         text = "".join(cell["source"]).replace('"--epochs", "40"', '"--epochs", "2"')
         exec(text, space)
     plt.close("all")
     assert [picture.split()[0] for picture in shown] == ["<svg", "<svg", "<figure", "<svg"]
-    assert f"step {len(space['steps'])}" in shown[-1] and space["of"]["qlass"]["steps"] == space["steps"]
+    assert f"after {len(space['steps'])} steps" in shown[-1] and space["of"]["qlass"]["steps"] == space["steps"]
 
 
 def test_the_doors_open_as_the_page_says():
-    page = (build.ROOT / "docs/engines.md").read_text(encoding="utf-8")
+    page = text_of("docs/tools.md")
     names = {"config": config("$ALFWORLD_DATA")}
-    _, alfworld, webshop = re.findall(r"```python\n(.*?)```", page, re.S)
+    *_, alfworld, webshop = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(alfworld, names)
     assert len(names["observations"]) == 8 and names["dones"] == (False,) * 8
     exec(webshop, names)
@@ -161,67 +164,42 @@ def test_the_doors_open_as_the_page_says():
         assert gymnasium.spec(name if name.startswith("WebAgent") else f"qlass/{name}")
 
 
-@pytest.mark.parametrize("page", ["README.md", "train_or_search.md", "searches.md", "smollm2.md"])
-def test_rewards_of_the_tables_are_in_the_results(page):
+# -------------------------------------------------------------------------------- numbers of the results page
+
+
+def results_page() -> str:
+    """Its text with single spaces, so that a number may go over the end of a line."""
+    return " ".join(text_of("runs/reference_output/README.md").split())
+
+
+def test_rewards_of_the_tables_are_in_the_results():
     rows = set()
-    for row in csv.DictReader((reference.FOLDER / "results.csv").read_text(encoding="utf-8").splitlines()):
+    for row in csv.DictReader(text_of("runs/reference_output/results.csv").splitlines()):
         reward, low, high = (row[name].removeprefix("0") for name in ("reward", "low", "high"))
         half = f"{(float(high) - float(low)) / 2:.2f}".removeprefix("0") if low else ""
         rows |= {f"{reward} [{low}, {high}]", f"{reward}±{half}"}
-    text = (reference.FOLDER / page).read_text(encoding="utf-8")
-    shown = re.findall(r"(?<= )\.\d{3}(?: \[[^]]+\]|±\.\d\d)", text)  # a reward has no sign, a difference has one
+    # A reward has no sign, a difference has one.
+    shown = re.findall(r"(?<= )\.\d{3}(?: \[[^]]+\]|±\.\d\d)", results_page())
     assert len(shown) > 15 and set(shown) <= rows
 
 
 def test_the_runs_of_the_demo_are_in_the_expected_ranges():
-    text = (reference.FOLDER / "README.md").read_text(encoding="utf-8")
     ranges, rows = (pd.read_csv(reference.FOLDER / name, dtype=str) for name in ("expected.csv", "results.csv"))
     demo = rows[rows["agent"] == "cloned, make demo"].merge(ranges, on=["method", "M", "N", "select"])
     assert len(demo) >= 2 * len(ranges) and demo["reward"].between(demo["low_y"], demo["high_y"]).all()
-    assert all(f"| {low[1:]} to {high[1:]} |" in text for low, high in zip(ranges["low"], ranges["high"], strict=True))
-
-
-def reference_page(name: str) -> str:
-    """A page's text with single spaces, so that a number may go over the end of a line."""
-    return " ".join((reference.FOLDER / name).read_text(encoding="utf-8").split())
+    bounds = [f"| {low[1:]} to {high[1:]} |" for low, high in zip(ranges["low"], ranges["high"], strict=True)]
+    assert all(bound in results_page() for bound in bounds)
 
 
 def test_numbers_without_a_row_stand_on_their_page():
+    """Those of no page any more have an empty one."""
     numbers = pd.read_csv(reference.FOLDER / "numbers.csv", dtype=str)
-    for _, row in numbers.iterrows():
-        alone = rf"(?<![\d.]){re.escape(row['number'])}(?![\d]|\.\d)"
-        assert re.search(alone, reference_page(row["page"])), row["what"]
     assert numbers["source"].str.fullmatch(r"[\w/]+ at [0-9a-f]{7}").all()
-
-
-def test_scores_and_how_they_predict_rewards():
-    text, scores = (
-        reference_page("searches.md"),
-        pd.read_csv(reference.FOLDER / "alignment.csv").dropna(subset="reward"),
-    )
-    of = {name: rows.set_index("score") for name, rows in scores.groupby("environment")}
-    webshop, frozenlake = of["webshop"], of["frozenlake"]
-    shown = re.findall(r"\| ([^|]+) \| (\.\d{3}) \| (-?\.\d{3}) \| (\.\d{3}) \| (-?\.\d{3}) \|", text)
-    for score, *values in shown:
-        rows = webshop.loc[score], frozenlake.loc[score]
-        assert [float(value) for value in values] == [row[name] for row in rows for name in ("reward", "rho")]
-    assert len(shown) == 9
-    correlations = [rows["reward"].corr(rows["rho"], method="spearman") for rows in (webshop, frozenlake)]
-    at_webshop, at_frozenlake = (f"{value:.2f}".lstrip("0") for value in correlations)
-    said = (
-        f"{at_webshop} over {len(webshop)} scores on WebShop and {at_frozenlake} over {len(frozenlake)} on FrozenLake"
-    )
-    assert said in text
-
-
-def test_scores_of_a_judge_are_those_of_their_rows():
-    scores = pd.read_csv(reference.FOLDER / "alignment.csv", dtype=str, keep_default_na=False)
-    for _, row in scores[scores["family"] != "look-up"].iterrows():
-        shown = f"{row['rho']} [{row['rho_low']}, {row['rho_high']}]" if row["rho_low"] else row["rho"]
-        if row["answers"]:
-            top = row["top_1"] if row["rho"] else "–"
-            shown = f"{shown or '–'} | {top} | {int(row['unread']):,} of {int(row['answers']):,} |"
-        assert re.sub(r"\b0\.", ".", shown) in reference_page("judges.md"), row["score"]
+    for page, rows in numbers.dropna(subset="page").groupby("page"):
+        text = " ".join((reference.FOLDER / page).read_text(encoding="utf-8").split())
+        for _, row in rows.iterrows():
+            alone = rf"(?<![\d.]){re.escape(row['number'])}(?![\d]|\.\d)"
+            assert re.search(alone, text), row["what"]
 
 
 def test_shares_of_siblings_are_of_their_pairs():
@@ -230,12 +208,12 @@ def test_shares_of_siblings_are_of_their_pairs():
     right = (shops["right"] * shops["pairs"]).groupby(shops["score"]).sum() / shops.groupby("score")["pairs"].sum()
     order = ["log-probability", "QNet by Eq. 11", "QNet by the last token", "QNet with rank weight"]
     shares = " | ".join(f"{right[score]:.3f}".lstrip("0") for score in order)
-    assert f"| pairs ordered right | {shares} |" in reference_page("README.md")
+    assert f"| {shares} |" in results_page()
 
 
 @pytest.mark.parametrize(("stage", "last"), [("build_trees.py", 13), ("q_search.py", 11)])
 def test_every_line_of_the_algorithms_is_marked_in_the_code(stage, last):
     marks = set()
-    for first, end in re.findall(r"\blines? (\d+)(?:-(\d+))?", (build.ROOT / stage).read_text(encoding="utf-8")):
+    for first, end in re.findall(r"\blines? (\d+)(?:-(\d+))?", text_of(stage)):
         marks |= set(range(int(first), int(end or first) + 1))
     assert marks >= set(range(1, last + 1))

@@ -13,28 +13,43 @@ def series(values: dict[tuple, float]) -> pd.Series:  # by task and seed
     return pd.Series(values, dtype=float)
 
 
+def ends(estimate) -> tuple[float, float]:
+    return estimate.low, estimate.high
+
+
 def test_bootstrap_of_a_coin_is_the_binomial():
     # The resampled mean of 50 zeros and 50 ones is Binomial(100, 1/2) / 100, with 95 % between .40 and .60.
     estimate = bootstrap([0] * 50 + [1] * 50)
     assert (estimate.mean, estimate.n) == (0.5, 100)
-    assert (estimate.low, estimate.high) == pytest.approx((0.40, 0.60), abs=0.011)
-    estimate = bootstrap([0.7])  # of one task there is no interval, and no difference
-    assert estimate.mean == 0.7 and math.isnan(estimate.low) and estimate.covers_zero
-    assert bootstrap([]).n == 0 == paired_difference(series({("a", 0): 1}), series({("b", 0): 1})).n
+    assert ends(estimate) == pytest.approx((0.40, 0.60), abs=0.011)
 
 
-def test_an_interval_of_rewards_by_hand():
-    # Wilson's, of n successes from 1 - z^2 / (n + z^2) = n / (n + z^2) on, z^2 = 3.8415.
+def test_of_one_task_there_is_no_interval_and_of_none_no_difference():
+    estimate = bootstrap([0.7])
+    assert estimate.mean == 0.7
+    assert math.isnan(estimate.low)
+    assert estimate.covers_zero
+    assert bootstrap([]).n == 0
+    assert paired_difference(series({("a", 0): 1}), series({("b", 0): 1})).n == 0
+
+
+def test_an_interval_of_successes_is_wilsons():
+    # Of n successes from 1 - z^2 / (n + z^2) = n / (n + z^2) on, z^2 = 3.8415.
     for n in (3, 10, 400):
         estimate = interval(series({(task, 0): 1 for task in range(n)}), rewards=True)
-        assert (estimate.low, estimate.high) == pytest.approx((n / (n + 3.8415), 1), abs=1e-4)
-    estimate = interval(series({(task, 0): task > 0 for task in range(10)}), rewards=True)
-    assert (estimate.low, estimate.high) == pytest.approx((0.5958, 0.9821), abs=1e-4)
+        assert ends(estimate) == pytest.approx((n / (n + 3.8415), 1), abs=1e-4)
+    nine_of_ten = interval(series({(task, 0): task > 0 for task in range(10)}), rewards=True)
+    assert ends(nine_of_ten) == pytest.approx((0.5958, 0.9821), abs=1e-4)
+
+
+def test_an_interval_of_graded_rewards_by_hand():
     graded = {(task, seed): 0.5 for task in range(3) for seed in range(2)}  # .5 of the .438 of all that were seen
     estimate = interval(series(graded), rewards=True)
-    assert (estimate.mean, estimate.low, estimate.high) == pytest.approx((0.5, 0.2193, 0.7807), abs=1e-4)
+    assert estimate.mean == 0.5
+    assert ends(estimate) == pytest.approx((0.2193, 0.7807), abs=1e-4)
     three = series({(task, seed): (seed + task) / 6 for task in range(4) for seed in range(3)})
-    assert crossed(three.unstack().to_numpy().T).low < 0 == interval(three, rewards=True).low
+    assert crossed(three.unstack().to_numpy().T).low < 0
+    assert interval(three, rewards=True).low == 0
     many = series({(task, 0): 0.3 + 0.6 * (task % 2) for task in range(400)})
     assert interval(many, rewards=True) == interval(many)
 
@@ -47,30 +62,39 @@ def test_intervals_of_few_rewards_hold_the_truth(n, size, values, p):
     """Simulated: n blocks of `size` tasks that vary together. The bootstrap alone holds it in .16 to .9 of cases."""
     rng, truth, held = np.random.default_rng(n), np.dot(values, p), 0
     for _ in range(100):
-        drawn = rng.choice(values, n, p=p)
-        rewards = series({(f"{block}-{task}", 0): v for block, v in enumerate(drawn) for task in range(size)})
-        estimate = interval(rewards, {task: task.split("-")[0] for task, _ in rewards.index}, rewards=True)
+        rewards, blocks = {}, {}
+        for block, value in enumerate(rng.choice(values, n, p=p)):
+            for task in range(size):
+                rewards[f"{block}-{task}", 0] = value
+                blocks[f"{block}-{task}"] = block
+        estimate = interval(series(rewards), blocks, rewards=True)
         held += estimate.low - 1e-9 <= truth <= estimate.high + 1e-9
     assert held >= 90
 
 
-def test_where_seeds_or_tasks_alone_differ_the_interval_is_students():
+@pytest.mark.parametrize("values", [[[0, 0], [1, 1], [2, 2]], [[0, 1, 2]] * 3])
+def test_where_seeds_or_tasks_alone_differ_the_interval_is_students(values):
     half = 4.302653 * 1 / math.sqrt(3)  # of three values with standard deviation 1
-    for values in ([[0, 0], [1, 1], [2, 2]], [[0, 1, 2]] * 3):
-        estimate = crossed(np.array(values, float))
-        assert (estimate.low, estimate.high) == pytest.approx((1 - half, 1 + half), abs=1e-4)
-        assert estimate.p == pytest.approx(1 - math.sqrt(3) / math.sqrt(2 + 3), abs=1e-4)  # t = sqrt(3)
-    assert crossed(np.full((3, 4), 0.5)).low == 0.5 == crossed(np.full((3, 4), 0.5)).high
+    estimate = crossed(np.array(values, float))
+    assert ends(estimate) == pytest.approx((1 - half, 1 + half), abs=1e-4)
+    assert estimate.p == pytest.approx(1 - math.sqrt(3) / math.sqrt(2 + 3), abs=1e-4)  # t = sqrt(3)
+
+
+def test_of_equal_values_the_interval_is_a_point():
+    assert ends(crossed(np.full((3, 4), 0.5))) == (0.5, 0.5)
 
 
 def test_three_seeds_that_agree_by_chance_decide_nothing():
     """Without a difference, p is below a small threshold no more often than it says."""
     rng, n = np.random.default_rng(6), 1000
-    trials = (rng.normal(0, 0.03, (3, 1)) + rng.normal(0, 0.1, 100) + rng.normal(0, 0.3, (3, 100)) for _ in range(n))
-    estimates = [crossed(trial) for trial in trials]
-    p = np.array([e.p for e in estimates])
-    assert (p < 0.05).mean() <= 0.05 and (p < 0.0033).mean() <= 0.0033
-    assert sum(e.low <= 0 <= e.high for e in estimates) / n >= 0.92
+    estimates = []
+    for _ in range(n):
+        seeds, tasks = rng.normal(0, 0.03, (3, 1)), rng.normal(0, 0.1, 100)
+        estimates.append(crossed(seeds + tasks + rng.normal(0, 0.3, (3, 100))))
+    p = np.array([estimate.p for estimate in estimates])
+    assert (p < 0.05).mean() <= 0.05
+    assert (p < 0.0033).mean() <= 0.0033
+    assert sum(estimate.low <= 0 <= estimate.high for estimate in estimates) / n >= 0.92
 
 
 def test_blocks_are_sampled_not_their_tasks():
@@ -78,12 +102,17 @@ def test_blocks_are_sampled_not_their_tasks():
     outcome = dict(enumerate([0.0, 1.0, 1.0, 0.0, 1.0]))
     tasks = {(f"{block}-{i}", 0): value for block, value in outcome.items() for i in range(10)}
     blocks = {task: task[0] for task, _ in tasks}
-    by_block, by_task, alone = interval(series(tasks), blocks), interval(series(tasks)), bootstrap(outcome.values())
-    assert (by_block.low, by_block.high, by_block.p) == pytest.approx((alone.low, alone.high, alone.p))
-    assert by_block.n == by_task.n == 50 and by_block.high - by_block.low > 2 * (by_task.high - by_task.low)
-    values = {("a1", 0): 1.0, ("a2", 0): 1.0, ("a3", 0): 0.0, ("b", 0): 0.0}  # b, of no block, is one of its own
+    by_block, by_task = interval(series(tasks), blocks), interval(series(tasks))
+    alone = bootstrap(outcome.values())
+    assert (*ends(by_block), by_block.p) == pytest.approx((*ends(alone), alone.p))
+    assert by_block.n == by_task.n == 50
+    assert by_block.high - by_block.low > 2 * (by_task.high - by_task.low)
+
+
+def test_a_task_of_no_block_is_one_of_its_own():
+    values = {("a1", 0): 1.0, ("a2", 0): 1.0, ("a3", 0): 0.0, ("b", 0): 0.0}
     estimate = interval(series(values), {"a1": "a", "a2": "a", "a3": "a"})  # .5 -+ (2 - 1.5) / 2
-    assert (estimate.mean, estimate.low, estimate.high) == pytest.approx((0.5, 0.25, 0.75))
+    assert (estimate.mean, *ends(estimate)) == pytest.approx((0.5, 0.25, 0.75))
 
 
 def test_paired_difference_by_hand():
@@ -92,16 +121,22 @@ def test_paired_difference_by_hand():
     difference = paired_difference(series(a), series(b))  # t1: .5, t2: 0, t3: 0; t4 and t5 have no partner
     assert (difference.mean, difference.n) == (pytest.approx(1 / 6), 3)
     # All differences are >= 0, and with probability (2/3)^3 = .30 a resample misses t1: the interval reaches 0.
-    assert difference.low == 0 and difference.covers_zero
-    # Shared seeds are paired, else those in the same place.
+    assert difference.low == 0
+    assert difference.covers_zero
+
+
+def test_shared_seeds_are_paired_else_those_in_the_same_place():
     a = series({("t", 0): 1.0, ("t", 1): 0.0, ("u", 0): 1.0})
-    assert paired_difference(a, series({("t", 1): 0, ("u", 0): 0})).mean == pytest.approx(0.5)  # t: 0 - 0, u: 1 - 0
-    assert paired_difference(a, series({("t", 7): 0.5, ("u", 7): 0})).mean == pytest.approx(0.75)  # t: 1 - .5, u: 1 - 0
+    shared, others = series({("t", 1): 0, ("u", 0): 0}), series({("t", 7): 0.5, ("u", 7): 0})
+    assert paired_difference(a, shared).mean == pytest.approx(0.5)  # t: 0 - 0, u: 1 - 0
+    assert paired_difference(a, others).mean == pytest.approx(0.75)  # t: 1 - .5, u: 1 - 0
 
 
 @pytest.mark.parametrize(("n", "undecided"), [(2, True), (5, True), (6, False)])
 def test_tasks_that_all_agree_decide_no_more_than_a_sign_test(n, undecided):
-    a, b = (series({(task, seed): value for task in range(n) for seed in range(2)}) for value in (0.6, 0.5))
+    a = series({(task, seed): 0.6 for task in range(n) for seed in range(2)})
+    b = series({(task, seed): 0.5 for task in range(n) for seed in range(2)})
     one = series({(task, 0): 0.6 for task in range(n)})
     for difference in (paired_difference(a, b), paired_difference(one, b), crossed(np.full((2, n), 0.1))):
-        assert difference.covers_zero == undecided and difference.p == 2.0 ** (1 - n)
+        assert difference.covers_zero == undecided
+        assert difference.p == 2.0 ** (1 - n)
