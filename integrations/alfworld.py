@@ -90,14 +90,12 @@ class BatchEnv:
 
     def step(self, commands: Sequence[str]) -> tuple[tuple, tuple, tuple, dict[str, list]]:
         """Observations, scores (1: won), dones (won, or out of steps) and infos."""
-        assert isinstance(commands, list | tuple), "a list of commands is expected"
-        if not self.last:
-            raise UserError("alfworld: step before reset: no game is being played")
         self.steps += 1
         for i, (game, command) in enumerate(zip(self.games, commands, strict=True)):
             if not self.last[i][2]:
                 self.states[i], text = game.step(self.states[i], command)
-                won, out_of_steps = self.states[i].won, 0 < self.max_steps <= self.steps
+                won = self.states[i].won
+                out_of_steps = 0 < self.max_steps <= self.steps
                 self.last[i] = (text, int(won), won or out_of_steps)
         return *zip(*self.last, strict=True), self.infos([None] * self.batch_size)
 

@@ -1,4 +1,4 @@
-"""An environment behind OpenEnv's server, for many clients at once (docs/engines.md has one); for verifiers see
+"""An environment behind OpenEnv's server, for many clients at once (docs/tools.md has one); for verifiers see
 docs/verifiers.toml.
 
     python -m integrations.openenv --env alfworld --port 8000
@@ -7,11 +7,9 @@ docs/verifiers.toml.
 import dataclasses
 import threading
 import uuid
-from collections import ChainMap
 from typing import Any, ClassVar
 
 import uvicorn
-from environments.guard import named_task
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
 import envs
@@ -20,7 +18,6 @@ from qlass import UserError
 from qlass.settings import Run, read, run_stage, runtime
 
 ONE_AT_A_TIME = threading.Lock()  # sessions are threads, and players share what an engine keeps
-HELD = 1000  # snapshots per session
 
 
 class TextAction(Action):
@@ -35,15 +32,18 @@ class TextObservation(Observation):
 class Session(Environment):
     """A client's own player, and its snapshots, to which any session can go while this one is open.
 
-    `open_sessions`: those that have begun, with their snapshots; an HTTP /reset is none of the server's sessions.
+    begun: the sessions that play; an HTTP /reset is none of the server's own.
     """
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def __init__(self, world: envs.TextEnv, open_sessions: dict[Any, dict[str, tuple]]) -> None:
+    def __init__(self, world: envs.TextEnv, begun: list["Session"]) -> None:
         super().__init__()
-        self.env, self.open_sessions, self.snapshots = world.fork(), open_sessions, {}
-        self.game, self.steps, self.split = TextGame(self.env), 0, self.env.split
+        self.env = world.fork()
+        self.begun = begun
+        self.snapshots: dict[str, tuple] = {}
+        self.game = TextGame(self.env)
+        self.steps = 0
 
     def reset(
         self, seed: int | None = None, episode_id: Any = None, snapshot: str | None = None, **options: Any
@@ -53,20 +53,34 @@ class Session(Environment):
         options: task_id; or split (by default train) and index. Without either a task of the split is drawn.
         """
         with ONE_AT_A_TIME:
-            if len(self.open_sessions.keys() - {self}) >= (most := self.env.side_by_side):
-                raise UserError(f"{self.env.name}: {most} episodes are open, and may be at once: close one")
+            if self not in self.begun:
+                if len(self.begun) >= self.env.side_by_side:
+                    raise UserError(f"{len(self.begun)} episodes are open, and may be at once: close one")
+                self.begun.append(self)
             if snapshot is None:
-                self.env.split = options.pop("split", None) or self.split  # of this request alone
-                text, self.steps = self.game.reset(named_task(self.env, options), seed), 0
-                self.answer = TextObservation(text=text, instruction=self.env.instruction)
-            elif point := ChainMap(*self.open_sessions.values()).get(snapshot):
-                here, game, self.steps, self.answer = point
+                self.begin(seed, **options)
+            else:
+                self.go_to(snapshot)
+        return self.answer
+
+    def begin(
+        self, seed: int | None, task_id: str | None = None, split: str = "train", index: int | None = None
+    ) -> None:
+        self.env.split = split  # from which a reset draws that names no task
+        if index is not None:
+            task_id = self.env.task_ids(split)[index]
+        text = self.game.reset(task_id, seed)
+        self.steps = 0
+        self.answer = TextObservation(text=text, instruction=self.env.instruction)
+
+    def go_to(self, snapshot: str) -> None:
+        for session in self.begun:
+            if snapshot in session.snapshots:
+                here, game, self.steps, self.answer = session.snapshots[snapshot]
                 self.env.restore(here)
                 vars(self.game).update(game, env=self.env)
-            else:
-                raise UserError(f"no snapshot {snapshot}: a session holds its last {HELD}, until it closes")
-            self.open_sessions[self] = self.snapshots
-        return self.answer
+                return
+        raise UserError(f"no snapshot {snapshot}: a session holds its own until it closes")
 
     def step(self, action: TextAction, timeout_s: float | None = None) -> TextObservation:
         with ONE_AT_A_TIME:
@@ -79,22 +93,21 @@ class Session(Environment):
     def state(self) -> State:
         with ONE_AT_A_TIME:
             fields = {name: self.game.info.get(name) for name in ("task_id", "task", "valid_actions")}
-            if self in self.open_sessions:
-                fields["snapshot"] = uuid.uuid4().hex
-                here, game = self.env.snapshot(), dict(vars(self.game))
-                self.snapshots[fields["snapshot"]] = here, game, self.steps, self.answer
-                if len(self.snapshots) > HELD:
-                    del self.snapshots[next(iter(self.snapshots))]  # the oldest
+            if self in self.begun:
+                name = fields["snapshot"] = uuid.uuid4().hex
+                self.snapshots[name] = self.env.snapshot(), dict(vars(self.game)), self.steps, self.answer
         return State(step_count=self.steps, **fields)
 
     def close(self) -> None:
-        self.open_sessions.pop(self, None)
+        if self in self.begun:
+            self.begun.remove(self)
         self.env.close()
 
 
 def application(world: envs.TextEnv) -> Any:
-    options, sessions = {"env_name": world.name, "max_concurrent_envs": world.side_by_side}, {}
-    return create_app(lambda: Session(world, sessions), TextAction, TextObservation, **options)
+    begun: list[Session] = []
+    options = {"env_name": world.name, "max_concurrent_envs": world.side_by_side}
+    return create_app(lambda: Session(world, begun), TextAction, TextObservation, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

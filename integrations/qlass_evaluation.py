@@ -1,6 +1,6 @@
 """How QLASS's authors evaluate on ALFWorld (Rafa-zy/QLASS at 6f2cdf4): their prompt, and the figures they print.
 
-    python q_search.py --env integrations.qlass_evaluation:ALFWorld ...    # as in runs/paper/release.sh
+    python q_search.py --env integrations.qlass_evaluation:ALFWorld ...    # as in runs/paper.sh release
     python -m integrations.qlass_evaluation RUN/results-*.jsonl            # a file for each episode of a game
 
 The paper's table does not say which of the three figures it has.
@@ -42,16 +42,14 @@ class ALFWorld(ALFWorldEnv):
             warn("the authors' agent writes `put X in/on Y`, and these games want the newer `move X to Y`")
         self.instruct(f"{shown}Now, it's your turn and here is the task.\n")
 
-    def reset(self, **options) -> tuple[str, dict]:
-        observation, info = super().reset(**options)
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        observation, info = super().reset(seed=seed, options=options)
         return observation.replace("\n\n", "\n"), info
 
 
 def figures(paths: list[Path]) -> Iterator[str]:
     """Rows of a table: which share of the games is won in the first of the files, in two or more, and in any."""
     lines = pd.DataFrame([record | {"file": str(path)} for path in paths for _, record in lines_of(path)])
-    if lines.empty:
-        raise UserError("no results: name the result files, one for each episode of a game")
     if lines.duplicated(["method", "task_id", "file"]).any():
         raise UserError("a file has two searches of one method: name files with one M, one for each episode of a game")
     blocks = dict(zip(lines["task_id"], lines["block"], strict=True))
@@ -67,7 +65,7 @@ def figures(paths: list[Path]) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    results: Positional[tuple[Path, ...]] = ()  # result files, one for each episode of a game
+    results: Positional[tuple[Path, ...]]  # result files, one for each episode of a game
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,7 +12,6 @@ import torch
 import transformers as hf
 from tyro.conf import Positional
 
-from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.models import one_line_error
 from qlass.outputs import atomic
@@ -50,12 +49,10 @@ def qnet_of(folder: Path) -> QNet:
         llama = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(folder))
         qnet = QNet(llama.base_model, chat_of(folder, qnet=True))
     file = folder / "pytorch_model.bin"
+    release = torch.nn.ModuleDict({"llama": llama, "mlp": qnet.head})
     with one_line_error(file):
-        weights = {"mlp.4.bias": torch.zeros(1), **torch.load(file, mmap=True, weights_only=True)}
-    try:
-        torch.nn.ModuleDict({"llama": llama, "mlp": qnet.head}).load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise UserError(f"{file}: no QNet of the release: {' '.join(str(error).split()):.300}") from None
+        weights = torch.load(file, mmap=True, weights_only=True)
+        release.load_state_dict({"mlp.4.bias": torch.zeros(1), **weights}, assign=True)
     qnet.head.float()
     return qnet
 
@@ -69,14 +66,12 @@ class Config:
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
-    for folder in (config.qnet, config.sft):
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder; runs/paper/release.sh says how to download the weights")
-    out, agent = config.out, config.out.with_name("sft")
-    with atomic(out) as draft:
-        qnet_of(config.qnet).save_pretrained(draft)
-    weights = hf.AutoModelForCausalLM.from_pretrained(config.sft, dtype="auto")
-    with atomic(agent) as draft:
+    qnet = qnet_of(config.qnet)
+    with one_line_error(config.sft):
+        weights = hf.AutoModelForCausalLM.from_pretrained(config.sft, dtype="auto")
+    with atomic(config.out) as draft:
+        qnet.save_pretrained(draft)
+    with atomic(config.out.with_name("sft")) as draft:
         weights.save_pretrained(draft)
         chat_of(config.sft).save(draft)
 

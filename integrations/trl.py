@@ -26,8 +26,11 @@ class TextGame:
 
     def reset(self, task_id: str | None, seed: int | None = None, **row: Any) -> str:
         """The first observation of a row's task, which TRL adds to the prompt. None: of any task."""
-        observation, self.info = self.env.reset(seed=seed, options={"task_id": task_id})
-        self.over, self.reward, self.state = False, 0.0, State.first(self.env, observation, self.info)
+        options = None if task_id is None else {"task_id": task_id}
+        observation, self.info = self.env.reset(seed=seed, options=options)
+        self.state = State.first(self.env, observation, self.info)
+        self.over = False
+        self.reward = 0.0
         return observation
 
     def act(self, action: str) -> str:
@@ -46,7 +49,7 @@ class TextGame:
         observation, reward, terminated, truncated, self.info = self.env.step(action)
         self.state = self.state.then(react("", action), self.env.message(observation))
         self.over = terminated or truncated
-        self.reward = self.env.outcome(reward, self.over)
+        self.reward = float(reward)
         return observation
 
     def get_reward(self) -> float:
@@ -66,9 +69,9 @@ def game(world: envs.TextEnv, name: str, options: dict[str, Any]) -> TextGame:
 
 def prompts(name: str, split: str = "train", limit: int | None = None, **options: Any) -> list[dict[str, Any]]:
     """Rows of a dataset: a task's id, and the instruction that stands before its first observation."""
-    env, rows = envs.make(name, **options), []
+    env = envs.make(name, **options)
+    rows = []
     for task_id in env.task_ids(split)[:limit]:
         env.reset(options={"task_id": task_id})  # its instruction may depend on the task
-        text = "\n\n".join(filter(None, (env.system, env.instruction)))
-        rows.append({"prompt": [{"role": "user", "content": text + HINT}], "task_id": task_id})
+        rows.append({"prompt": [{"role": "user", "content": env.instruction + HINT}], "task_id": task_id})
     return rows

@@ -3,7 +3,7 @@
     q, gains = turn_values(scorer(QNet.from_pretrained("runs/webshop/qnet")), messages, task)
 
 Messages are as QNet learned them: instruction, "OK", the first observation, then actions and observations in turns. The
-tiny model also reads `task`, the task's sentence, which verifiers has in `info["task_sentence"]`; others need none.
+tiny model also reads `task`, the task's sentence; others need none.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,18 @@ from qlass.messages import State
 def turn_values(qnet: Any, messages: list, task: str = "") -> tuple[list[float], list[float]]:
     """Q(s, a) of each action, and its gain over the action before. The gains sum to the last Q."""
     state = State.load([turn if isinstance(turn, dict) else vars(turn) for turn in messages], task)
-    turns, system = state.messages, state.messages[0][0] == "system"
-    chat = getattr(qnet, "qnet", qnet).chat
+    turns = state.messages
+    chat = qnet.chat
     if (chat.rendering.mark_matches or chat.rendering.compact) and not task:
         raise UserError("this QNet reads a page beside the task's sentence, so give it: turn_values(..., task=)")
-    if not (opening := chat.aids.opening(turns[system:])):
+    start = chat.aids.opening(turns)  # of the first observation
+    if not start:
         raise UserError("messages begin with an instruction and the agent's OK, as QNet learned them")
-    start = system + opening  # of the first observation
     places = range(start + 1, len(turns), 2)
-    q = [value for [value] in qnet.score([Score(State(turns[:n], task), (turns[n][1],)) for n in places])]
-    return q, [after - before for before, after in pairwise([0.0, *q])]
+    requests = [Score(State(turns[:n], task), (turns[n][1],)) for n in places]
+    q = [value for [value] in qnet.score(requests)]
+    gains = [after - before for before, after in pairwise([0.0, *q])]
+    return q, gains
 
 
 def episode_reward(qnet: Any, mean: bool = True) -> Callable[..., list[float | None]]:
@@ -38,13 +40,3 @@ def episode_reward(qnet: Any, mean: bool = True) -> Callable[..., list[float | N
         return [(sum(q) / len(q) if mean else q[-1]) if q else None for q in episodes]
 
     return q_value
-
-
-def step_reward(qnet: Any) -> Callable[..., Any]:
-    """A handler of verifiers' `@vf.step_reward`, or for `state.add_step_reward`: the gain of the turn just taken."""
-
-    async def gain(state: Any) -> float:
-        step, task = state["trajectory"][-1], (state.get("info") or {}).get("task_sentence", "")
-        return turn_values(qnet, [*step["prompt"], *step["completion"]], task)[1][-1]
-
-    return gain

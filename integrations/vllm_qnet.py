@@ -43,8 +43,6 @@ class QNet(nn.Module):
         backbone = as_embedding_model(kind)  # without the output layer
         self.backbone = backbone(vllm_config=inner, prefix=maybe_prefix(prefix, "backbone"))
         head = get_hf_file_bytes("head.safetensors", config.model, config.revision)
-        if head is None:
-            raise ValueError(f"{config.model}: no head.safetensors: serve the folder that train_qnet.py wrote")
         weights = load(head)
         hidden, size = weights["0.weight"].shape
         layers = [nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)]

@@ -1,13 +1,12 @@
 """WebShop's own class on our engine: a loop written for `web_agent_site` runs with the import changed.
 
-It answers as princeton-nlp/WebShop at 64fa2a5 in text mode. `seed` draws the prices, which in the original differ from
-process to process.
+It answers as princeton-nlp/WebShop at 64fa2a5 in text mode. It leaves out `state`, a page's address and html. `seed`
+draws the prices, which in the original differ from process to process.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import string
 from collections import Counter
@@ -24,23 +23,16 @@ from qlass import UserError
 
 ONLY = {"observation_mode": "text", "filter_goals": None, "limit_goals": -1, "show_attrs": False, "get_image": 0}
 ONLY |= {"num_prev_obs": 0, "num_prev_actions": 0}
-KINDS = {"start": "", "results": "search_results", "item": "item_page", "done": "done"}  # of a URL
-PARTS = {"description": "Description", "features": "Features", "reviews": "Reviews"}  # of a product
 
 
 class SimServer:
     """A shop, its goals, and a dictionary per session. Its random numbers are its own."""
 
-    base_url = "http://127.0.0.1:3000"
-    assigned_instruction_text = property(lambda self: None)  # can't be assigned
-
     def __init__(self, file_path: str | Path | None, human_goals: bool = False, **options: Any) -> None:
         path = Path(file_path or make_webshop.ensure(0, writable(make_webshop.GENERATED)))
         self.shop = engine.load(path, use_human_goals=bool(human_goals), **options)
         goals = self.shop.goals
-        counts = Counter(attribute for goal in goals for attribute in goal["attributes"])
-        rarity = ([1 / counts[attribute] for attribute in goal["attributes"]] for goal in goals)
-        self.weights = [1] * len(goals) if human_goals else [sum(shares) / len(shares) for shares in rarity]
+        self.weights = [1] * len(goals) if human_goals else rarity(goals)
         self.goals = Lazy(len(goals), self.goal)
         self.cum_weights = [0, *itertools.accumulate(self.weights)]
         self.rng = random.Random(233)
@@ -56,6 +48,17 @@ class SimServer:
         return min(place, len(self.goals) - 1)
 
 
+def rarity(goals: Any) -> list[float]:
+    """Of each goal the mean of 1 / n over its attributes, where n goals have the attribute."""
+    attributes = [goal["attributes"] for goal in goals]
+    counts = Counter(itertools.chain(*attributes))
+    weights = []
+    for names in attributes:
+        shares = [1 / counts[name] for name in names]
+        weights.append(sum(shares) / len(shares))
+    return weights
+
+
 class WebAgentTextEnv(gymnasium.Env):
     """file_path: WebShop's folder, or a file of products in it; None: the bundled catalogue. server: that of another
     environment, to share its sessions. kwargs: SimServer's, and goals, title_nouns and seed of engine.Shop."""
@@ -63,9 +66,12 @@ class WebAgentTextEnv(gymnasium.Env):
     def __init__(self, observation_mode: str = "html", file_path: Any = None, server: Any = None, **kwargs) -> None:
         options = {"observation_mode": observation_mode, **kwargs}
         for name, only in ONLY.items():
-            if (value := options.pop(name, only)) != only:
+            value = options.pop(name, only)
+            if value != only:
                 raise UserError(f"webshop: {name}={value!r} is not supported: choose {only!r}")
-        self.observation_mode, self.file_path, self.kwargs = observation_mode, file_path, kwargs
+        self.observation_mode = observation_mode
+        self.file_path = file_path
+        self.kwargs = kwargs
         self.session_prefix = options.pop("session_prefix", None)
         options.pop("session", None)  # which has no effect in the original either
         self.server = SimServer(file_path, **options) if server is None else server
@@ -74,12 +80,16 @@ class WebAgentTextEnv(gymnasium.Env):
     def reset(self, session: int | str | None = None, instruction_text: str | None = None) -> tuple[str, None]:
         """Begin a session. A name that is new gets a goal, which it keeps: a number that of this number."""
         server = self.server
-        name = "".join(server.rng.choices(string.ascii_lowercase, k=10)) if session is None else str(session)
+        name = str(session)
+        if session is None:
+            name = "".join(server.rng.choices(string.ascii_lowercase, k=10))
         self.session = (self.session_prefix or "") + name
         if self.session not in server.user_sessions:
             number = server.draw() if isinstance(session, str | None) else session
-            server.user_sessions[self.session] = {"goal": server.goals[number], "number": number, "done": False}
-        self.goal, self.place = server.user_sessions[self.session]["number"], engine.Session()
+            fields = {"goal": server.goals[number], "number": number, "done": False}
+            server.user_sessions[self.session] = fields
+        self.goal = server.user_sessions[self.session]["number"]
+        self.place = engine.Session()
         self._record()
         self.instruction_text = self.get_instruction_text() if instruction_text is None else instruction_text
         return self.observation, None
@@ -88,32 +98,26 @@ class WebAgentTextEnv(gymnasium.Env):
         """Observation, reward, done, None. What is not valid changes nothing; a shop stays open after a purchase."""
         self.place, details = self.server.shop.act(self.place, self.goal, action)
         self._record(details)
-        return self.observation, 0.0 if details is None else self.place.reward, details is not None, None
+        done = details is not None
+        return self.observation, self.place.reward if done else 0.0, done, None
 
     def _record(self, details: dict[str, Any] | None = None) -> None:
         """Put what an action led to into the session's dictionary."""
-        place, session = self.place, self.server.user_sessions[self.session]
+        place = self.place
+        session = self.server.user_sessions[self.session]
+        session.update(keywords=None, page=None, asin=None, options={})
         if place.page == "start":
-            return session.update(keywords=None, page=None, asin=None, options={})
-        asin = None if place.page == "results" else self.server.shop.products[place.product].asin
-        session.update(keywords=place.query.split(" "), page=place.number, asin=asin, options=dict(place.options))
+            return
+        if place.page != "results":
+            session["asin"] = self.server.shop.products[place.product].asin
+        session.update(keywords=place.query.split(" "), page=place.number, options=dict(place.options))
         if details is not None:
-            details = {name: value for name, value in details.items() if "option" not in name or details["w_option"]}
-            session |= {"verbose_info": details, "done": True, "reward": place.reward}
+            told = {name: value for name, value in details.items() if "option" not in name or details["w_option"]}
+            session.update(verbose_info=told, done=True, reward=place.reward)
 
     @property
     def observation(self) -> str:
         return self.server.shop.text(self.place, self.goal)
-
-    @property
-    def state(self) -> dict[str, str]:
-        """Without the page's html."""
-        kind, session = self.place.page, self.server.user_sessions[self.session]
-        options = json.dumps(session["options"]) if kind == "item" else str(session["options"])
-        parts = ["+".join(session["keywords"] or ()), session["page"], PARTS.get(kind)] if kind != "done" else []
-        parts = [KINDS.get(kind, "item_sub_page"), self.session, session["asin"], *parts, session["asin"] and options]
-        url = "/".join([self.server.base_url, *(str(part) for part in parts if part)])
-        return {"url": url, "instruction_text": self.instruction_text}
 
     def get_available_actions(self) -> dict[str, Any]:
         clickables = list(self.server.shop.page(self.place).clickables)

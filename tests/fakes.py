@@ -1,5 +1,8 @@
 """Fakes for the tests: a world whose tree is written out, tokenizers, models with random weights, servers."""
 
+from __future__ import annotations
+
+import base64
 import contextlib
 import functools
 import json
@@ -17,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -169,55 +173,34 @@ LLAMA_2 = (
     "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 CHATML = (
+    "{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-CHATML_SYSTEM = "{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}" + CHATML
 LLAMA_3 = (
     "{% for m in messages %}{% set turn = '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim"
     " + '<|eot_id|>' %}{{ bos_token + turn if loop.first else turn }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-MISTRAL = (  # whose [INST] is one token
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}"
-    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
-)
-ZEPHYR = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}" + (
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-SENTENCE_PIECE = ("llama-2", "zephyr")  # whose tokenizers write a space as a part of the next word
-HEADERS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-TEMPLATES: dict[str, tuple[str | None, dict[str, str], list[str]]] = {  # template, special tokens, other special ones
+TEMPLATES: dict[str, tuple[str, dict[str, str], list[str]]] = {  # template, special tokens, other special ones
     "llama-2": (LLAMA_2, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, []),
-    "zephyr": (ZEPHYR, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, []),
     "chatml": (CHATML, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, ["<|im_start|>"]),
-    "chatml-system": (CHATML_SYSTEM, {"eos_token": "<|endoftext|>"}, ["<|im_start|>", "<|im_end|>"]),
-    "llama-3": (LLAMA_3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}, HEADERS),
-    "mistral": (MISTRAL, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, ["[INST]", "[/INST]"]),
+    "llama-3": (
+        LLAMA_3,
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},  # neither ends a turn
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    ),
 }
 
 
 def chat_tokenizer(name: str, scheme: str | None = None, begins: bool = False) -> Any:
-    """Of single bytes or, as SentencePiece's, of characters, with a real model's template.
+    """A tokenizer with a real model's template: "llama-2", of characters as SentencePiece's, which writes a space as
+    a part of the next word; "chatml" and "llama-3", of single bytes.
 
     scheme: where SentencePiece adds a space. begins: each text begins with the first token, as in published ones.
     """
     template, named, others = TEMPLATES[name]
-    if name in SENTENCE_PIECE:
-        characters = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *map(chr, range(33, 127))]
-        vocabulary = {c: i for i, c in enumerate(characters)}
-        core = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        if scheme:
-            core.normalizer = normalizers.Sequence([])
-            core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-        core.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        )
-    else:
-        core = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        core.decoder = decoders.ByteLevel()
+    core = of_characters(scheme) if name == "llama-2" else of_bytes()
     core.add_special_tokens([AddedToken(token, special=True) for token in others])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **named)
     if begins:
@@ -227,6 +210,28 @@ def chat_tokenizer(name: str, scheme: str | None = None, begins: bool = False) -
     tokenizer.chat_template = template
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
+
+
+def of_characters(scheme: str | None) -> Tokenizer:
+    letters = [*map(chr, range(33, 127))]
+    characters = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *letters]
+    vocabulary = {c: i for i, c in enumerate(characters)}
+    core = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    if scheme:
+        core.normalizer = normalizers.Sequence([])
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(steps)
+    return core
+
+
+def of_bytes() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return core
 
 
 WORDS = "you stand at start left right walk find the purse hm this way OK nothing happens Thought: Action: Observation:"
@@ -306,6 +311,92 @@ def fork(main: Callable, argv: list[str], folder: Path = Path(), **env: str) -> 
 def settings_of(stage: Any, *argv: str) -> Any:
     """The Config of a stage or an experiment, a module, as these flags set it."""
     return settings.read(stage.Config, stage.__doc__, list(argv))
+
+
+# --------------------------------------------------------------------------------- an OpenAI-compatible server
+
+
+def completion(text: str, end: str | None = "stop", read: int = 0, written: int = 3, **more: Any) -> dict:
+    """A reply to completions. read, written: the tokens that it counts. more: of the choice, as prompt_logprobs."""
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    choice = {"index": 0, "text": text, "finish_reason": end} | more
+    return {"object": "text_completion", "model": "first", "usage": usage, "choices": [choice]}
+
+
+def chat_completion(content: str | None, end: str = "stop", read: int = 0, **more: Any) -> dict:
+    """A reply to chat completions. more: of the message, as reasoning_content."""
+    written = len((content or "").split())
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    choice = {"index": 0, "message": {"role": "assistant", "content": content} | more, "finish_reason": end}
+    return {"object": "chat.completion", "model": "first", "usage": usage, "choices": [choice]}
+
+
+class FakeServer:
+    """What answers on a fake server: completions of token ids with the log-probabilities of a prompt, chat
+    completions, embeddings, the list of models.
+
+        with FakeServer(model, qnet) as server: ... server.url ...
+
+    model, qnet: whose log-probabilities and values it tells. Answers of another kind have `text`, a format of the
+    body: "Action: left {seed}". script: what answers the next requests instead, each a status (503; 0 resets the
+    connection), a reply, a (status, reply, headers), or a function that gives one of these for the body. seen: all
+    bodies that were posted. models: entries of the list.
+    """
+
+    def __init__(self, model: Any = None, qnet: Any = None, text: str = "Action: left {seed}") -> None:
+        self.model, self.qnet, self.text = model, qnet, text
+        self.script: list[Any] = []
+        self.seen: list[dict] = []
+        self.models = [{"id": "first"}]
+
+    def __enter__(self) -> FakeServer:
+        self.running = serving(self.answer, self.models)
+        self.url = self.running.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.running.__exit__(*error)
+
+    def answer(self, body: dict) -> tuple:
+        self.seen.append(body)
+        turn = self.script.pop(0) if self.script else self.well
+        turn = turn(body) if callable(turn) else turn
+        if isinstance(turn, int):
+            return turn, {"error": {"message": "no"}}
+        return turn if isinstance(turn, tuple) else (200, turn)
+
+    def well(self, body: dict) -> dict:
+        """A reply with which nothing is wrong."""
+        if "input" in body:
+            return self.embeddings(body)
+        if "prompt_logprobs" in body:
+            return self.prompt_logprobs(body)
+        text = self.text.format(**{"seed": None} | body)
+        if "messages" in body:
+            words = sum(len(message["content"].split()) for message in body["messages"])
+            return chat_completion(text, read=words)
+        return completion(text, read=len(body["prompt"]))
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, body: dict) -> dict:
+        """As vLLM tells them: of each token but the first."""
+        logits = self.model(input_ids=torch.tensor([body["prompt"]])).logits[0]
+        told: list[dict | None] = [None]
+        for token, row in zip(body["prompt"][1:], logits.log_softmax(-1), strict=False):
+            told.append({str(token): {"logprob": float(row[token])}})
+        return completion("x", "length", len(told), 1, prompt_logprobs=told)
+
+    @torch.inference_mode()
+    def embeddings(self, body: dict) -> dict:
+        """A QNet's value at each text's last token, the last text first."""
+        entries = []
+        for index, ids in enumerate(body["input"]):
+            value = np.array([float(self.qnet(input_ids=torch.tensor([ids]))[0, -1])], "<f4")
+            text = base64.b64encode(value.tobytes()).decode()
+            entries.append({"object": "embedding", "index": index, "embedding": text})
+        read = sum(map(len, body["input"]))
+        usage = {"prompt_tokens": read, "total_tokens": read}
+        return {"object": "list", "data": entries[::-1], "model": body["model"], "usage": usage}
 
 
 @contextlib.contextmanager

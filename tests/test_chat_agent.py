@@ -1,190 +1,176 @@
-"""Any chat model as an agent: on a fake server that fails and lies, and answers in every style."""
+"""Q-guided search for a chat model, and trees that it grows: on a fake server, with QNets of random weights."""
 
-from types import SimpleNamespace
+import math
 
 import pytest
-from fakes import FakeEnv, serving
+from fakes import FakeEnv, serving, tiny_lm, word_chat
 
-import reporting.__main__ as report
-from integrations import chat_agent
+import bellman
+import train_qnet
+from integrations import chat_agent, chat_trees
 from qlass import UserError
-from qlass.outputs import read_jsonl
-from qlass.messages import parse_action
-from qlass.optional.server import HELLO
-from qlass.outputs import meta_of
+from qlass.batching import Score
+from qlass.messages import State
+from qlass.outputs import meta_of, read_jsonl
+from train_qnet import QNet
 
-INSTRUCTION = "walk left or right, or click[what you see]"
+MOVES = ("left", "right")
 
 
 class Fake:
-    """A chat model that goes right, in words and counts of tokens of the test's."""
+    """A chat model that moves by chance, and a QNet's server; it counts words as tokens."""
 
     def __init__(self) -> None:
-        self.text, self.details = "Thought: {seed}\nAction: right\nObservation: you win", None
-        self.seen, self.message, self.end = [], None, "stop"
-        self.refused: tuple[int, ...] = ()  # the numbers of the questions
-        self.prompt = lambda words: words
+        self.text = "<think>Action: up</think>Action: {move}\nObservation: you win"
+        self.seen: list[dict] = []
+        self.version = "first-2026"
+        self.fails = math.inf  # how many requests it answers before it fails
+        self.longest = math.inf  # how many words it reads
 
-    def answer(self, body):
-        if body["messages"] == [{"role": "user", "content": HELLO[1]}]:  # whether it answers at all
-            return 200, {"choices": [{"message": {"content": "yes"}}], "model": "first"}
+    def answer(self, body: dict) -> tuple[int, dict]:
+        if "seed" not in body:
+            return 200, {"choices": [], "model": self.version}
+        if len(self.seen) >= self.fails:
+            return 400, {"error": {"message": "your account is empty"}}
         self.seen.append(body)
-        if len(self.seen) in self.refused:
-            return 400, {"error": {"message": "against our rules"}}
         words = sum(len(message["content"].split()) for message in body["messages"])
-        text = self.text.format(**body)
-        usage = {"prompt_tokens": self.prompt(words), "completion_tokens": len(text.split()), "total_tokens": 1}
-        usage |= {"completion_tokens_details": self.details} if self.details else {}
-        choice = {"message": self.message or {"role": "assistant", "content": text}, "finish_reason": self.end}
+        text = self.text.format(move=MOVES[body["seed"] % 2])
+        usage = {"prompt_tokens": min(words, self.longest), "completion_tokens": 5, "total_tokens": 0}
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         return 200, {"choices": [choice], "model": "first", "usage": usage}
 
 
 @pytest.fixture
-def fake(monkeypatch, fake_world):
-    monkeypatch.setattr(FakeEnv, "instruction", INSTRUCTION)
-    monkeypatch.setattr(FakeEnv, "task_type", lambda self, task_id: f"type {int(task_id[-1]) % 2}")
+def fake(fake_world):
     server = Fake()
     with serving(server.answer) as server.url:
         yield server
 
 
 def played(fake, run, *flags):
-    chat_agent.main(["--run", str(run), "--server", fake.url, "--skip", "0", "--limit", "2", *flags])
-    return list(read_jsonl(run / "results_first.jsonl"))
+    flags = ("--run", str(run), "--server", fake.url, "--limit", "2", *flags)
+    chat_agent.main(list(flags))
+    return read_jsonl(run / "results_first.jsonl")
 
 
-def test_it_plays_and_the_report_has_its_row(fake, tmp_path, capsys):
-    first, _ = played(fake, tmp_path)
-    assert (first["method"], first["player"], first["N"], first["success"]) == ("chat", "first", 1, True)
-    assert [step["action"].split("\n")[1:] for step in first["steps"]] == [["Action: right"]] * 3  # up to the stop text
-    # 8 of the instruction, OK you stand at start | 7 written, 4 kept | Observation: you stand at start right | ...
-    assert first["tokens"] == {"prompt": 13 + 6 + 7, "generated": 21, "scored": 0}
-    body = fake.seen[0]
-    assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
-    assert (body["model"], body["temperature"], body["max_tokens"]) == ("first", 0.7, 256)
-    assert len({b["seed"] for b in fake.seen}) == len(fake.seen) == 6
-    assert meta_of(tmp_path / "results_first.jsonl")["recipe"]["model"] == "first"
-    report.main(["--run", str(tmp_path)])
-    text = (tmp_path / "report.md").read_text()
-    assert "| chat agent: first | 1.000" in text and "| chat agent: first | type 1 | 1.000" in text
-    assert "not known how many of 2 tasks played are also, or begin as one does, in the demo" in capsys.readouterr().err
+def states_of(line: dict) -> list[State]:
+    """Those in which a result's steps were taken."""
+    env = FakeEnv()
+    state = State.first(env, *env.reset(options={"task_id": line["task_id"]}))
+    states = [state]
+    for step in line["steps"][:-1]:
+        state, *_ = state.act(env, step["action"])
+        states.append(state)
+    return states
 
 
-def test_a_refused_task_is_played_as_0_and_the_others_are_played(fake, tmp_path, capsys):
-    fake.refused = (2,)  # the second step of the first task
-    first, second = played(fake, tmp_path, "--in-flight", "1")
-    assert (first["reward"], first["n_steps"], second["reward"], second["n_steps"]) == (0, 0, 1, 3)
-    assert "against our rules" in first["refused"] and "refused" not in second
-    assert "1 of these tasks are refused, and count as 0" in capsys.readouterr().err
+def test_each_method_takes_the_action_that_its_scores_say(fake, tmp_path, value_net):
+    lines = played(fake, tmp_path, "--qnet", str(value_net), "-M", "3", "-N", "1")
+    assert [line["method"] for line in lines] == [m for m in ("greedy", "random", "best_of_n", "qlass") for _ in "12"]
+    assert {line["label"] for line in lines} == {"first"}
+    qnet = QNet.from_pretrained(value_net)
+    choices = 0
+    for line in lines[-2:]:
+        for state, step in zip(states_of(line), line["steps"], strict=True):
+            actions = [candidate["action"] for candidate in step["candidates"]]
+            assert set(actions) <= {"Action: left", "Action: right"}  # up to the stop text, behind the thoughts
+            (q,) = qnet.score([Score(state, tuple(actions))])
+            assert [candidate["q"] for candidate in step["candidates"]] == pytest.approx(q, abs=1e-4)
+            assert step["action"] == actions[q.index(max(q))]
+            choices += len(actions) > 1
+    assert choices
+    greedy = [body for body in fake.seen if body["temperature"] == 0]
+    assert len(greedy) == sum(line["n_steps"] for line in lines[:2])
+    assert (greedy[0]["model"], greedy[0]["max_tokens"]) == ("first", 256)
+    assert [message["role"] for message in greedy[0]["messages"]] == ["user", "assistant", "user"]
 
 
-def test_demonstrations_of_the_type_come_first(fake, tmp_path):
-    played(fake, tmp_path, "--examples", "2", "--split", "train")
-    messages = next(b["messages"] for b in fake.seen if len(b["messages"]) == 15)
+def test_tokens_of_both_models_are_counted(fake, tmp_path, value_net):
+    line = played(fake, tmp_path, "--method", "qlass", "--qnet", str(value_net), "-M", "3")[0]
+    states = states_of(line)
+    words = [sum(len(content.split()) for _, content in state.messages) for state in states]
+    assert words[:2] == [6, 6 + 2 + 6]  # "Action: right" and "Observation: you stand at start right"
+    draws = 3 * len(states)
+    # QNet reads "walk" and the pages, each with <user> and <agent>, and of each action three tokens.
+    pages = [len(state.observation.split()) + 2 for state in states]
+    scored = 3 + sum(pages) + 3 * sum(len(step["candidates"]) for step in line["steps"])
+    assert line["tokens"] == {"prompt": words[-1], "generated": 5 * draws, "scored": scored}
+    assert line["usage"] == {"prompt": 3 * sum(words), "generated": 5 * draws}
+    (alone, _) = played(fake, tmp_path / "alone", "--method", "sample")
+    assert alone["tokens"]["scored"] == 0 and alone["tokens"]["generated"] == 5 * alone["n_steps"]
+
+
+def test_a_stopped_search_goes_on_and_more_methods_join_it(fake, tmp_path, value_net):
+    fake.fails = 3
+    flags = ("--method", "sample", "--in-flight", "1")
+    with pytest.raises(UserError, match="your account is empty"):
+        played(fake, tmp_path, *flags)
+    first = len(fake.seen)
+    fake.fails = math.inf
+    lines = played(fake, tmp_path, *flags)
+    assert len(fake.seen) == first + lines[1]["n_steps"]  # the first task was done
+    more = played(fake, tmp_path, "--method", "sample", "qlass", "--qnet", str(value_net))
+    assert more[:2] == lines and len(more) == 4
+    with pytest.raises(UserError, match=r"begun with temperature None, not 0\.5"):
+        played(fake, tmp_path, *flags, "--temperature", "0.5")
+    with pytest.raises(UserError, match="qnet: no such"):
+        played(fake, tmp_path / "other")
+    fake.version = "first-2027"
+    with pytest.raises(UserError, match="begun with model first-2026, not first-2027"):
+        played(fake, tmp_path, *flags)
+
+
+def test_demonstrations_of_the_type_stand_in_front_of_the_task(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeEnv, "task_type", lambda self, task_id: f"type {int(task_id[-1]) % 2}")
+    flags = ("--method", "greedy", "--split", "train", "--examples")
+    played(fake, tmp_path, *flags, "2")
+    messages = fake.seen[0]["messages"]
     assert [m["role"] for m in messages] == [*["user", "assistant"] * 7, "user"]
     contents = [m["content"] for m in messages]  # instruction, OK, twice three steps, the task
     assert contents[2:8] == contents[8:14] and contents[3] == "Thought: this way\nAction: right"
-    with pytest.raises(UserError, match="--examples 3: there are 2 for a task such as train"):
-        played(fake, tmp_path / "more", "--examples", "3", "--split", "train")
+    with pytest.raises(UserError, match="--examples 3: 2 can stand in front of task train"):
+        played(fake, tmp_path / "more", *flags, "3")
+    monkeypatch.setattr(FakeEnv, "agreement", "")  # the task is in the first message
+    with pytest.raises(UserError, match="--examples 1: 0 can stand"):
+        played(fake, tmp_path / "one", *flags, "1")
 
 
-def test_no_demonstrations_where_the_task_is_in_the_first_message(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(FakeEnv, "agreement", "")
-    with pytest.raises(UserError, match=r"--examples 1: in .* the task is in the first message"):
-        played(fake, tmp_path, "--examples", "1")
+def test_more_fields_of_a_request_and_fields_left_out(fake, tmp_path):
+    body = '{"stop": null, "max_tokens": null, "max_completion_tokens": 9, "top_k": 5}'
+    played(fake, tmp_path, "--method", "greedy", "--body", body)
+    assert not {"stop", "max_tokens"} & fake.seen[0].keys()
+    assert (fake.seen[0]["max_completion_tokens"], fake.seen[0]["top_k"]) == (9, 5)
 
 
-def test_no_answer_is_asked_for_twice(fake, tmp_path):
-    flags = ["-N", "1", "2"]
-    fake.prompt = lambda words: words if len(fake.seen) < 6 else None
-    with pytest.raises(UserError, match="do not tell their usage of tokens"):
-        played(fake, tmp_path, *flags, "--in-flight", "1")
-    assert len(fake.seen) == 6
-    fake.prompt, fake.seen = (lambda words: words), fake.seen[:5]
-    lines = played(fake, tmp_path, *flags)
-    assert len(fake.seen) == 12  # two tasks, two episodes, three steps: best-of-2 shares the first episode
-    assert [(line["N"], line["select"]) for line in lines] == [(1, None)] * 2 + [(2, "oracle")] * 2
-    assert lines[2]["tokens"] == {"prompt": 13 + 2 * 13, "generated": 42, "scored": 0}  # the first page is read once
-    assert played(fake, tmp_path, *flags) == lines and len(fake.seen) == 12
-    assert len({b["seed"] for b in fake.seen}) == 12
-    with pytest.raises(UserError, match=r"begun with --temperature 0\.7, not 0"):
-        played(fake, tmp_path, "--temperature", "0")
-    played(fake, tmp_path, "--overwrite", "--temperature", "0")
-    assert len(fake.seen) == 18
+def test_a_server_that_cuts_prompts_is_told(fake, tmp_path):
+    fake.longest = 6
+    with pytest.raises(UserError, match="reads 6 tokens of a prompt, and 6 of the shorter one before"):
+        played(fake, tmp_path, "--method", "greedy")
 
 
-def test_settings_of_the_body(fake, tmp_path):
-    played(fake, tmp_path, "--body", '{"stop": null, "max_tokens": null, "max_completion_tokens": 9}')
-    assert not {"stop", "max_tokens"} & fake.seen[0].keys() and fake.seen[0]["max_completion_tokens"] == 9
+@pytest.mark.parametrize(("text", "action"), [("<think>Action: right", ""), ("I go right.", "I go right.")])
+def test_an_answer_without_an_action_is_played_and_told(fake, tmp_path, capsys, text, action):
+    fake.text = text
+    first, second = played(fake, tmp_path, "--method", "greedy")
+    assert {step["action"] for step in first["steps"]} == {action}
+    assert f'{first["n_steps"] + second["n_steps"]} answers have no "Action:"' in capsys.readouterr().err
 
 
-def test_prompts_that_do_not_grow_are_cut():
-    drawn = [chat_agent.Answer("", 4, 0.0, (), length) for length in (6, 16, 16)]
-    steps = [SimpleNamespace(state=n, drawn=[answer]) for n, answer in enumerate(drawn)]
-    assert chat_agent.tokens_of([steps[:2]]) == {"prompt": 16, "generated": 8, "scored": 0}
-    with pytest.raises(UserError, match="reads 16 tokens of a prompt, and 16 of the shorter one before"):
-        chat_agent.tokens_of([steps])
-
-
-def test_a_thought_is_no_action_and_costs_what_it_costs(fake, tmp_path):
-    fake.text = "<think>Action: left</think>Action: right"
-    fake.details = {"reasoning_tokens": 3}
-    first, _ = played(fake, tmp_path)
-    assert first["success"] and {step["action"] for step in first["steps"]} == {"Action: right"}
-    assert first["tokens"] == {"prompt": 13 + 8 + 9, "generated": 9, "scored": 0}  # nothing of it counts as cached
-    fake.text = "<think>Action: right"
-    assert {step["action"] for step in played(fake, tmp_path / "2")[0]["steps"]} == {""}
-
-
-STYLES = {
-    "plain": "Thought: hm\nAction: {}",
-    "bold label": "**Thought:** hm\n**Action:** {}",
-    "bold line": "Thought: hm\n\n**Action: {}**",
-    "backticks": "Thought: hm\nAction: `{}`.",
-    "code block": "Thought: hm\nAction:\n```\n{}\n```",
-    "all in a code block": "```text\nthought: hm\naction: {}\n```",
-    "wide colon": "Thought：hm\nAction：{}",
-    "heading": "### Thought 1\nhm\n\n### Action 1\n{}",
-    "explained": "Thought: hm\nAction: {}. It leads there (I think).\n\nThis is why.",
-    "JSON": '{{"thought": "hm", "action": "{}"}}',
-    "JSON in a block": '```json\n{{"Thought": null, "Action": "{}"}}\n```',
-    "harmony": "<|channel|>analysis<|message|>Action: left<|end|><|start|>assistant<|channel|>final<|message|>"
-    "Thought: hm\nAction: {}<|return|>",
-    "thought in marks": "[THINK]Action: left[/THINK]Thought: hm\nAction: {}",
-}
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_the_right_action_is_read_in_any_style(fake, tmp_path, capsys, style):
-    fake.message = {"content": STYLES[style].format("Right")}
-    assert [line["reward"] for line in played(fake, tmp_path)] == [1.0, 1.0]
-    assert "only a thought" not in capsys.readouterr().err
-    for action in ("click[Low-fat (2 %) - 1. Fl. oz]", "search[a [b] c]"):
-        text = STYLES[style].format(action.replace("click", "Click"))
-        assert parse_action(chat_agent.in_react_style(text, ("\nObservation:",), INSTRUCTION)) == action
-
-
-PLAIN = ["Thought: a. b\n\nAction: click[Size: 4.5 (US)]", "Action: Go to desk 1", "right", "I can't.\nNo.", "Action:"]
-
-
-@pytest.mark.parametrize("text", PLAIN)
-def test_what_is_plain_stays(text):
-    assert chat_agent.in_react_style(text, (), "Go there, or go on") == text
-
-
-@pytest.mark.parametrize(
-    ("message", "end", "action", "count"),
-    [
-        ({"content": [{"type": "thinking"}, {"type": "text", "text": "Action: left"}]}, "stop", "Action: left", 0),
-        ({"content": None, "refusal": "I will not"}, "stop", "I will not", 0),
-        ({"content": "", "reasoning_content": "hm"}, "length", "", 5),
-        ({"content": "Thought: I may go to"}, "length", "Thought: I may go to", 5),
-    ],
-)
-def test_an_answer_without_an_action_is_played_and_counted(fake, tmp_path, capsys, message, end, action, count):
-    fake.message, fake.end = message, end
-    for folder in ("results_first.jsonl", "again"):  # then from the file of answers
-        line = played(fake, tmp_path, "--limit", "1")[0]
-        assert {step["action"] for step in line["steps"]} == {action} and len(fake.seen) == len(line["steps"])
-        assert (f"{count} answers were cut" in capsys.readouterr().err) == bool(count)
-        (tmp_path / folder).unlink(missing_ok=True)
+def test_a_qnet_learns_on_a_backbone_from_the_trees_of_a_chat_model_and_guides_it(fake, tmp_path):
+    """The whole way of the page: no agent's checkpoint anywhere."""
+    chat = word_chat()
+    tiny_lm(chat).save_pretrained("backbone")
+    chat.tokenizer.save_pretrained("backbone")
+    run = ["--run", str(tmp_path / "run")]
+    chat_trees.main([*run, "--server", fake.url, "--limit", "3", "--rollouts", "4"])
+    roots = [node for node in read_jsonl(tmp_path / "run" / "trees.jsonl") if node["parent_id"] is None]
+    assert [root["task_id"] for root in roots] == FakeEnv().task_ids("train")[:3]
+    assert meta_of(tmp_path / "run" / "trees.jsonl")["recipe"]["model"] == "first-2026"
+    asked = len(fake.seen)
+    chat_trees.main([*run, "--server", fake.url, "--limit", "3", "--rollouts", "4"])
+    assert len(fake.seen) == asked
+    bellman.main(run)
+    train_qnet.main([*run, "--sft", "backbone"])
+    assert meta_of(tmp_path / "run" / "qnet")["recipe"]["epochs"] == 2  # the paper's, not the tiny model's
+    line = played(fake, tmp_path / "run", "--method", "qlass", "-M", "4")[0]
+    assert any(len(step["candidates"]) == 2 for step in line["steps"])

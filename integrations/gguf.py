@@ -1,0 +1,41 @@
+"""A chat model in a GGUF file, as a folder in safetensors that the stages load.
+
+    python -m integrations.gguf FILE FOLDER
+
+For models such as SmolLM2, whose positions are not scaled: transformers drops a scaling (RoPE) that a file has, so name
+the checkpoint that such a file was made from instead.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+import transformers as hf
+from tyro.conf import Positional
+
+from qlass.models import one_line_error
+from qlass.outputs import atomic
+from qlass.settings import parse, run_stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    file: Positional[Path]  # FILE.gguf
+    folder: Positional[Path]  # of the model to write
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse(Config, __doc__, argv)
+    place = {"pretrained_model_name_or_path": config.file.parent, "gguf_file": config.file.name}
+    full_width = hf.GgufConfig(dequantize=True)  # few bits can't be trained
+    with one_line_error(config.file):
+        tokenizer = hf.AutoTokenizer.from_pretrained(**place)
+        place |= {"quantization_config": full_width, "dtype": torch.float32}
+        model = hf.AutoModelForCausalLM.from_pretrained(**place)
+    with atomic(config.folder) as draft:
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+
+
+if __name__ == "__main__":
+    run_stage(main)
