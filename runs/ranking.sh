@@ -5,25 +5,26 @@
 #   bash runs/ranking.sh [webshop|alfworld|frozenlake] [--seeds N]      (default: webshop, 5 worlds from seed 21 on)
 #   HALF=1 bash runs/ranking.sh                                         half of WebShop's demonstrations, no expert in the trees
 # Run it again after a stop: finished stages are kept, the others resume.
-set -euo pipefail
+set -eo pipefail
 ENV=webshop SEEDS=5 ENVS="webshop alfworld frozenlake"
 MAP=${MAP:-lakes2} RANK_WEIGHT=0
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
-tasks=(--skip 0 --limit 400) sizes=(4) episodes=(4 8) world=(seed)
+tasks=(--limit 400) sizes=(4) episodes=(4 8) world=yes
 rank=(--rank-weight 4)  # chosen, with --distinct and M = 4, on validation tasks of WebShop's worlds 11 and 12
 case $ENV in
     webshop) sizes=(4 6) episodes=(4 10) ;;
-    frozenlake) world=() ;;
+    frozenlake) world= ;;
 esac
 same=("${common[@]:4}") runs=()  # without --env and --seed
+[ -z "$HALF" ] || { sft=(--n-expert 50 --epochs 25) && trees+=(--no-expert); }
 for ((seed = 21; seed < 21 + SEEDS; seed++)); do
     RUN=runs/ranking-$ENV${HALF:+-half}-$seed
-    common=(--env "$ENV" --seed "$seed" "${same[@]}" ${world:+--env-option "seed=$seed"})
-    [ -z "${HALF:-}" ] || { sft=(--n-expert 50 --epochs 25) && trees+=(--no-expert); }
+    common=(--env "$ENV" --seed "$seed" "${same[@]}")
+    [ -z "$world" ] || common+=(--env-option "seed=$seed")
     clone
     learn_q "$RUN" "$RUN/sft"
-    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" "${rank[@]}" --out "$RUN/qnet-rank"
+    another_qnet rank "${rank[@]}"
     compare --method greedy sample likeliest oracle_step -M "${sizes[@]}" --out "$RUN/results-agent.jsonl"
     paper=(--qnet "$RUN/qnet") new=(--qnet "$RUN/qnet-rank" --label rank)
     search "${paper[@]}" --method qlass -M "${sizes[@]}" --out "$RUN/results-paper.jsonl"

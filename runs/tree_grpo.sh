@@ -8,10 +8,10 @@
 #
 # Seed 0 uses the run folder runs/ENV of reproduce.sh, the others runs/ENV-seed1, ...; the report over all of them
 # is runs/ENV/tree_grpo.html. The settings were chosen on validation tasks; reference_output/train_or_search.md has results.
-set -euo pipefail
+set -eo pipefail
 ENV=webshop SEEDS=3 ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
-[[ ${1:---} == --* ]] || wrong
+[[ -z $1 || $1 == --* ]] || fail "$1 is not expected"
 [ "$ENV" != alfworld ] || splits=(valid_unseen valid_seen)
 plain=("${common[@]}" "$@") runs=() rl=() gigpo=() siblings=(--batch-tasks 30 --every 2)
 case $ENV in  # env_steps: few enough to be spent before tokens; the best checkpoint is chosen by val validation tasks
@@ -64,7 +64,7 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # the main comparison of all seeds c
     learn ppo ppo "${rl[@]}"
     learn eto eto-siblings --pairs siblings "${siblings[@]}"
     learn eto eto --batch-tasks 30 --every 3
-    stage -m experiments.self_train "${common[@]}" --run "$RUN" --method rft
+    clone_again rft --method rft
     agent rft "$RUN/sft-rft"
 done
 for ((seed = 0; seed < SEEDS; seed++)); do  # does a QNet of the new agent's own trees serve it better?
