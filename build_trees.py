@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import envs
-from qlass import demonstrations
+from qlass import UserError, demonstrations
 from qlass.batching import Sample, ask, drive
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
@@ -120,7 +120,9 @@ class Explorer:
         demonstrations: tau_0 by task; the environment's expert plays other tasks. None: no expert
         branch (lines 11 to 13).
         """
-        root = self.root()  # lines 1-2
+        observation, info = self.env.reset(options={"task_id": self.task_id})  # line 1
+        state = State.first(self.env, observation, info)
+        root = Node(state, observation, self.env.snapshot())  # line 2
         queue = deque([root])  # line 3
         if demonstrations is None:
             await self.process_queue(queue, self.max_rollouts)  # lines 4-10
@@ -135,11 +137,6 @@ class Explorer:
             await self.process_queue(queue, with_expert)  # line 13
         self.env.close()
         return root
-
-    def root(self) -> Node:
-        observation, info = self.env.reset(options={"task_id": self.task_id})
-        state = State.first(self.env, observation, info)
-        return Node(state, observation, self.env.snapshot())
 
     async def process_queue(self, queue: deque[Node], bound: float) -> None:
         """ProcessExpansionQueue, until the tree has `bound` branches."""
@@ -237,7 +234,7 @@ FIELDS = ("depth", "action", "observation", "reward", "done", "source", "branch"
 
 
 def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
-    """A tree as lines of trees.jsonl (data/README.md)."""
+    """A tree as lines of trees.jsonl (docs/files.md)."""
     nodes = list(root.subtree())
     number: dict[Node | None, int] = {node: i for i, node in enumerate(nodes)}
     records: list[dict] = []
@@ -264,6 +261,8 @@ def main(argv: list[str] | None = None) -> None:
     sft = find_or_make(config.sft, "sft", "sft", config)
     expert, known = demonstrations.by_task(config.expert, sft, env)
     order = env.task_ids("train")
+    if expert and not config.no_expert and known.keys().isdisjoint(order):
+        raise UserError(f"{expert}: has none of the training tasks (--no-expert does without)")
     if config.tasks == "cloned":
         order = [task for task in order if task in known]
     else:  # from the far end of the list, where the agent has seen the fewest demonstrations

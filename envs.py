@@ -33,6 +33,7 @@ from typing import Any
 import gymnasium
 
 from environments import AnyText, contents_of, fair_order
+from environments.check import check
 from environments.hooks import Hooks
 from qlass import UserError
 from qlass.settings import Run, read_run
@@ -167,11 +168,10 @@ for _name, _class in ENVIRONMENTS.items():  # gymnasium.make("envs:qlass/WebShop
 def environment_class(name: str) -> type[TextEnv]:
     """The class of an environment by its name, or by MODULE:CLASS for one of your own."""
     module, _, kind = ENVIRONMENTS.get(name, name).partition(":")
-    try:
-        return getattr(importlib.import_module(module), kind)
-    except (ImportError, AttributeError) as error:
+    if not kind:
         choice = f"there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
-        raise UserError(f"--env {name}: {error}; {choice}") from error
+        raise UserError(f"--env {name}: {choice}")
+    return getattr(importlib.import_module(module), kind)
 
 
 def make(name: str, split: str = "train", **options: Any) -> TextEnv:
@@ -200,8 +200,6 @@ def from_config(config: Run, **options: Any) -> TextEnv:
                 options[name] = json.loads(value)
     env = make(config.env, **options)
     if config.env not in ENVIRONMENTS and read_run(config.run).get("env") != config.env:
-        from environments.check import check
-
         check(make(config.env, **options))
     files = contents_of(options)
     env.settings = {"env": config.env, "env_option": config.env_option, "env_files": files}

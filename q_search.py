@@ -34,12 +34,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from tyro.conf import arg
 
 import envs
+from qlass import outputs, results
 from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, uniforms
-from qlass.outputs import Inputs, Output, find_or_make
 from qlass.policy import load_agent
-from qlass.results import Episode, Step, costs_of, describe, identity, leaks, protocol
+from qlass.results import Episode, Step
 from qlass.settings import Sampling, read, run_stage, runtime
 from train_qnet import QNet, scorer
 
@@ -72,9 +72,7 @@ class Config(Sampling):
     limit: int = runtime(0)  # number of tasks (0: all)
     skip: int = runtime(0)  # leave out the first tasks
     sft: Path | None = runtime(None)  # the agent's checkpoint (RUN/sft, made if missing)
-    qnet: str | None = runtime(
-        None
-    )  # folder, or URL[#MODEL] of a server (RUN/qnet, made if missing)
+    qnet: str | None = runtime(None)  # folder, or URL[#MODEL] of a server (RUN/qnet)
     out: Path | None = runtime(None)  # RUN/results.jsonl; its lines are not played again
     label: str | None = None  # a variant's name, kept in each line
     max_steps: int | None = None  # the environment's
@@ -107,7 +105,7 @@ class Method:
 
     def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:
         """What a result line tells of all episodes, of which the best counts."""
-        return describe(best, episodes, costs_of(chat, episodes, self.read_by_qnet))
+        return results.describe(best, episodes, results.costs_of(chat, episodes, self.read_by_qnet))
 
     async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
         """The score of each candidate of step `key` (task, episode, step); a model is asked."""
@@ -128,9 +126,10 @@ class Method:
         return "q" in (self.by, self.select)
 
     def settings(self) -> dict[str, Any]:
-        """The fields of a result line that tell methods apart."""
-        fields = {"method": self.name, "M": self.M, "N": self.N, "select": self.select}
-        return fields | {"player": None}
+        """The fields of a result line that tell methods apart. One without a value is empty text:
+        readers of tables expect one type of a field."""
+        fields = {"method": self.name, "M": self.M, "N": self.N, "select": self.select or ""}
+        return fields | {"player": ""}
 
     def read_by_qnet(self, step: Step) -> list[str]:
         """The actions of a step whose tokens QNet has read, which costs tokens."""
@@ -230,23 +229,28 @@ def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:
     return env, env.task_ids(config.split)[config.skip :][: config.limit or None]
 
 
-def load(config: Config, env: envs.TextEnv, with_q: bool) -> tuple[Chat, Models, Inputs]:
+def load(config: Config, env: envs.TextEnv, with_q: bool) -> tuple[Chat, Models, outputs.Inputs]:
     """The agent's Chat, what answers requests, and the checkpoints that do."""
-    sft = find_or_make(config.sft, "sft", "sft", config)
+    sft = outputs.find_or_make(config.sft, "sft", "sft", config)
     agent = load_agent(sft, config, env)
     models: Models = {Sample: agent.sample, LogProb: agent.likelihoods}
-    inputs: Inputs = {"sft": sft}
-    if with_q and config.qnet and "://" in config.qnet:
+    inputs: outputs.Inputs = {"sft": sft}
+    if with_q:
+        reader, inputs["qnet"] = load_scorer(config)
+        models[Score] = reader.score
+    return agent.chat, models, inputs
+
+
+def load_scorer(config: Config) -> tuple[Any, Path]:
+    """What answers Score requests, and the folder of its QNet."""
+    if config.qnet and "://" in config.qnet:
         from qlass.served import ServedQNet
 
         served = ServedQNet(config.qnet, config)
-        models[Score], inputs["qnet"] = served.score, served.folder
-    elif with_q:
-        named = Path(config.qnet) if config.qnet else None
-        qnet = inputs["qnet"] = find_or_make(named, "train_qnet", "qnet", config)
-        reader = scorer(QNet.from_pretrained(qnet, config), config.plain, config.cache_gb)
-        models[Score] = reader.score
-    return agent.chat, models, inputs
+        return served, served.folder
+    named = Path(config.qnet) if config.qnet else None
+    qnet = outputs.find_or_make(named, "train_qnet", "qnet", config)
+    return scorer(QNet.from_pretrained(qnet, config), config.plain, config.cache_gb), qnet
 
 
 def evaluate(
@@ -256,7 +260,7 @@ def evaluate(
     plan: Sequence[Any],
     chat: Chat | None,
     models: Models,
-    inputs: Inputs,
+    inputs: outputs.Inputs,
 ) -> None:
     """Play the tasks by each method of the plan: a line of results.jsonl as each ends.
 
@@ -265,8 +269,8 @@ def evaluate(
     else results are made from.
     """
     path = config.out or config.run / "results.jsonl"
-    out = Output(path, config, config.recipe() | env.settings, inputs, identity)
-    shared = {"env": env.name, "split": config.split, "label": config.label}
+    out = outputs.Output(path, config, config.recipe() | env.settings, inputs, results.identity)
+    shared = {"env": env.name, "split": config.split, "label": config.label or ""}
 
     async def line_of(method: Any, task_id: str) -> list[dict]:
         start, fork = time.time(), env.fork()
@@ -281,14 +285,18 @@ def evaluate(
         keys[method] = {}
         for task_id in tasks:
             about = {"task_id": task_id} | shared | method.settings()
-            keys[method][identity(about)] = task_id
+            keys[method][results.identity(about)] = task_id
     for method, task_of in keys.items():
         todo = out.todo(list(task_of))
         lines = (line_of(method, task_of[key]) for key in todo)
         side_by_side = config.in_flight or env.side_by_side
         out.write(drive(lines, models, side_by_side), str(method), len(todo))
-    figures = {"leaks": leaks(env, out.records, inputs), "protocol": protocol(config, env, chat)}
+    figures = {
+        "leaks": results.leaks(env, out.records, inputs),
+        "protocol": results.protocol(config, env, chat),
+    }
     out.finish([*chain(*keys.values())], **figures)
+    results.tell_unknown(out.records)
     for method, task_of in keys.items():
         rewards = [out.groups[key][0]["reward"] for key in task_of if key in out.groups]
         mean = sum(rewards) / max(1, len(rewards))

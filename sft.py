@@ -28,10 +28,10 @@ from qlass import UserError, demonstrations, models, training
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration
 from qlass.messages import State
+from qlass.outputs import Inputs, checkpoint, keep_copy, share, warn
 from qlass.policy import QUESTION, Policy
 from qlass.settings import Learning, read, run_stage, runtime
 from qlass.tiny import AIDS, tiny_model
-from qlass.training import Training, autocast, cosine, micro_batches, my_share, updates_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,15 @@ def hold_out(expert: list[Demonstration]) -> tuple[list[Demonstration], list[Dem
     held_out = {tasks[i * len(tasks) // n] for i in range(n)}
     learned = [tau for tau in expert if tau.observation not in held_out]
     return learned, [tau for tau in expert if tau.observation in held_out]
+
+
+def refuse_controls(path: Path, expert: list[Demonstration], chat: Chat) -> None:
+    """UserError for an action in which a chat template was written before: the agent would learn
+    its control tokens as letters."""
+    for number, tau in enumerate(expert, 1):
+        for action in tau.actions:
+            if control := chat.controls.search(action):
+                raise UserError(f"{path}: demonstration {number} has {control[0]} in an action")
 
 
 NO_TARGET = -100  # the label of a token that the agent reads and does not write
@@ -131,13 +140,14 @@ def train(
     examples: list[Example],
     validation: list[Example],
     config: Config,
-    log: Training,
+    log: training.Training,
     loss_of: Callable[[Any, list[Any]], torch.Tensor] = sft_loss,
 ) -> None:
     """Maximise the likelihood of what the expert wrote, given its history."""
     optimizer = models.adamw([(model, config.lr)], config.optim)
     sizes = [1] * len(examples)
-    order = [updates_of(sizes, config.batch, config.seed, epoch) for epoch in range(config.epochs)]
+    epochs = range(config.epochs)
+    order = [training.updates_of(sizes, config.batch, config.seed, epoch) for epoch in epochs]
     log.resume(model, optimizer, order)
     for epoch in log.epochs_left():
         model.train()
@@ -145,19 +155,20 @@ def train(
             batch = [examples[i] for i in update]
             n = sum(example.targets for example in batch)
             loss = 0.0
-            for portion in my_share(micro_batches(batch, len, config.micro_tokens)):
-                with autocast(config):
+            portions = training.micro_batches(batch, len, config.micro_tokens)
+            for portion in training.my_share(portions):
+                with training.autocast(config):
                     share = loss_of(model, portion) / n  # Eq. (5), per token
                 share.backward()  # gradients accumulate
                 loss += share.item()
             loss = training.all_reduce(model, loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
             for param_group in optimizer.param_groups:
-                param_group["lr"] = param_group["peak"] * cosine(log.step, log.steps)
+                param_group["lr"] = param_group["peak"] * training.cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss, tokens=sum(map(len, batch)))
-        with autocast(config):
+        with training.autocast(config):
             log.end_epoch(validate(model, validation, config.micro_tokens))
 
 
@@ -168,24 +179,43 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
     model.eval()
     if not examples:
         return None
-    portions = micro_batches(examples, len, micro_tokens)
+    portions = training.micro_batches(examples, len, micro_tokens)
     losses = [sft_loss(model, portion).item() for portion in portions]
     return sum(losses) / sum(example.targets for example in examples)
+
+
+@torch.no_grad()
+def end_share(model: Any, examples: list[Example], end: int) -> float:
+    """Of the actions in these examples the share behind which the end of the turn is the likeliest
+    token. An agent that has not learned to end its turn runs on, whatever its loss: a warning."""
+    model.eval()
+    ended: list[bool] = []
+    for example in examples:
+        at = [i - 1 for i, label in enumerate(example.labels) if label == end]
+        ids = torch.tensor([example.ids], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, at]
+        ended += (logits.argmax(-1) == end).tolist()
+    share = sum(ended) / max(1, len(ended))
+    if share < 0.9:
+        warn(f"it ends {share:.0%} of its turns where they should end: its texts will run on")
+    return share
 
 
 # --------------------------------------------------------------------------------------------- main
 
 
-def load(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> tuple[Any, Chat]:
-    """The model that is to be cloned, and its chat."""
+def load(
+    config: Config, env: envs.TextEnv, expert: list[Demonstration], start: Path | None
+) -> tuple[Any, Chat]:
+    """The model that is to be cloned, and its chat. start: its folder; None: the tiny model."""
     torch.manual_seed(config.seed)
-    if config.model == "tiny":
+    if start is None:
         texts = (text for demonstration in expert for _, text in demonstration.state.messages)
         model, tokenizer = tiny_model(texts)
         model.to(models.device_and_precision(config)[0])
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:
-        model, chat = models.load(config.model, config, train=not config.lora)
+        model, chat = models.load(start, config, train=not config.lora)
     first, *_ = expert[0].texts("user")
     chat.rendering.candidates = config.candidates
     # Prompts at inference begin as these demonstrations do.
@@ -198,24 +228,32 @@ def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
     env = envs.from_config(config)
     training.join(config)
+    start = None if config.model == "tiny" else checkpoint(config.model)
     path = config.expert or demonstrations.collect(env, config)
     training.wait()
     expert = demonstrations.read(path, env, config.n_expert)
     out = config.out or config.run / "sft"
-    log = Training(out, config, env.settings, {"expert": path})
+    inputs: Inputs = {"expert": path, "model": start}
+    log = training.Training(out, config, env.settings, inputs)
     if log.complete:
         return
-    model, chat = load(config, env, expert)
+    if config.expert and share()[0] == 0:
+        keep_copy(out, log.meta, "expert")
+    model, chat = load(config, env, expert, start)
+    refuse_controls(path, expert, chat)
     limit = int(min(config.max_tokens, chat.context))
     learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out(expert))
     if not learned:
         raise UserError(f"no demonstration has an action within {limit} tokens (--max-tokens)")
-    adapter = models.prepare_training(model, config)
+    adapter = models.prepare_training(model, config, chat.stop_id)
     train(model, learned, validation, config, log)
     log.load_best()
+    with training.autocast(config):
+        ends = end_share(model, learned[:32], chat.stop_id)
     figures = log.finish(
         lambda: models.save(model, chat, out, config, adapter),
         tasks=sorted({str(tau.task_id) for tau in expert}),
+        ends=ends,
         fingerprint=Policy(model, chat).likelihoods([QUESTION])[0],
     )
     print(f"{out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")

@@ -22,6 +22,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -30,16 +31,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
-from qlass import UserError, models, training
+from qlass import UserError, models, outputs, training
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.messages import State
-from qlass.outputs import Inputs, atomic, find_or_make, read_json
 from qlass.pairs import Pair, Pairs, Part, families, hold_out, pairs_of, ranking
 from qlass.policy import QUESTION
 from qlass.records import Label
-from qlass.settings import Learning, Prompt, read, read_run, run_stage, runtime
-from qlass.training import Training, autocast, cosine, micro_batches, my_share, updates_of
+from qlass.settings import Learning, Prompt, read, run_stage, runtime
 from qlass.trees import read_trees
 
 
@@ -113,7 +112,7 @@ class QNet(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: Path, config: Any = Config()) -> QNet:
         """config: a stage's settings."""
-        hidden = read_json(folder / "qnet.json")["hidden"]  # which an agent's folder lacks
+        hidden = outputs.read_json(folder / "qnet.json")["hidden"]  # which an agent's folder lacks
         qnet = cls(*models.load(folder, config, kind=AutoModel), hidden)
         with models.one_line_error(folder / "head.safetensors"):
             qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
@@ -193,14 +192,15 @@ def loss_of(qnet: QNet, parts: Sequence[Part], config: Config) -> torch.Tensor:
 
 
 def train(
-    qnet: QNet, trees: list[Pairs], held_out: list[Pairs], config: Config, log: Training
+    qnet: QNet, trees: list[Pairs], held_out: list[Pairs], config: Config, log: training.Training
 ) -> None:
     """Regress QNet onto the Q-values of (s, a)."""
     parts = [part for tree in trees for part in parts_of(qnet.chat, tree, config)]
     head_lr = config.lr if config.head_lr is None else config.head_lr
     optimizer = models.adamw([(qnet.backbone, config.lr), (qnet.head, head_lr)], config.optim)
     sizes = list(map(len, parts))
-    order = [updates_of(sizes, config.batch, config.seed, epoch) for epoch in range(config.epochs)]
+    epochs = range(config.epochs)
+    order = [training.updates_of(sizes, config.batch, config.seed, epoch) for epoch in epochs]
     log.resume(qnet, optimizer, order)
     budget = 1 if config.plain else config.micro_tokens  # plain: one part at a time
     for epoch in log.epochs_left():
@@ -209,19 +209,20 @@ def train(
             batch = [parts[i] for i in update]
             n = sum(map(len, batch))
             loss = 0.0
-            for portion in my_share(micro_batches(batch, lambda part: part.tokens, budget)):
-                with autocast(config):
+            portions = training.micro_batches(batch, attrgetter("tokens"), budget)
+            for portion in training.my_share(portions):
+                with training.autocast(config):
                     share = loss_of(qnet, portion, config) / n  # Eq. (11), per pair
                 share.backward()  # gradients accumulate
                 loss += share.item()
             loss = training.all_reduce(qnet, loss)
             nn.utils.clip_grad_norm_(qnet.parameters(), 1.0, error_if_nonfinite=True)
             for param_group in optimizer.param_groups:
-                param_group["lr"] = param_group["peak"] * cosine(log.step, log.steps)
+                param_group["lr"] = param_group["peak"] * training.cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
             log.end_update(loss, tokens=sum(part.tokens for part in batch))
-        with autocast(config):
+        with training.autocast(config):
             reader = scorer(qnet.eval(), config.plain, cache_gb=2.0)  # beside a training's moments
             ranks = ranking(reader.score, held_out)
         # The error that chooses the epoch: with a rank weight that within states, else all of it.
@@ -254,7 +255,7 @@ def load(sft: Path, config: Config) -> QNet:
 
 def save(qnet: QNet, out: Path, config: Config, adapter: Any) -> None:
     """Write RUN/qnet/, whole or not at all."""
-    with atomic(out) as folder:
+    with outputs.atomic(out) as folder:
         qnet.backbone = models.full_weights(qnet.backbone, folder, config, adapter)
         folder.mkdir(exist_ok=True)
         qnet.save_pretrained(folder)
@@ -262,12 +263,12 @@ def save(qnet: QNet, out: Path, config: Config, adapter: Any) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
-    labels = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
-    sft = find_or_make(config.sft, "sft", "sft", config)
+    labels = outputs.find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
+    sft = outputs.find_or_make(config.sft, "sft", "sft", config)
     out = config.out or config.run / "qnet"
-    inputs: Inputs = {"labels": labels, "sft": sft}
+    inputs: outputs.Inputs = {"labels": labels, "sft": sft}
     training.join(config)
-    log = Training(out, config, {"env_files": read_run(config.run).get("env_files")}, inputs)
+    log = training.Training(out, config, {}, inputs)
     if log.complete:
         return
     qnet = load(sft, config)

@@ -107,7 +107,7 @@ def drive(
         if not asleep:
             return
         # The most frequent type of request goes first: the others share larger batches later.
-        kind = max(asleep, key=lambda kind: (len(asleep[kind]), kind.__name__))
+        *_, kind = max((len(turn), kind.__name__, kind) for kind, turn in asleep.items())
         turn = asleep.pop(kind)
         answers = models[kind]([request for _, request in turn])
         for (player, _), answer in zip(turn, answers, strict=True):

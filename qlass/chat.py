@@ -43,9 +43,6 @@ class Rendering:
 
     FILE = "policy.json"
 
-    def __post_init__(self) -> None:
-        self.stop = tuple(self.stop)  # of JSON a list
-
     def save(self, folder: Path) -> None:
         text = json.dumps(vars(self), indent=1)
         (folder / self.FILE).write_text(text + "\n", encoding="utf-8")
@@ -175,8 +172,12 @@ class Chat:
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens that a model wrote -> the action, as environment and tree files hold it."""
-        ids = list(itertools.takewhile(lambda token: token not in self.stop_ids, ids))
-        return self.action_in(self.tokenizer.decode(ids, skip_special_tokens=True))
+        written = []
+        for token in ids:
+            if token in self.stop_ids:
+                break
+            written.append(token)
+        return self.action_in(self.tokenizer.decode(written, skip_special_tokens=True))
 
     def action_in(self, text: str) -> str:
         """What a model wrote -> the action in it, up to the first stop text."""

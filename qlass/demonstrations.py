@@ -1,7 +1,7 @@
 """Demonstrations: played by the environment's expert, or read from a file of ours or of ETO's.
 
 ETO publishes `conversations` of {"from", "value"}, as a JSON list; ours are `messages`.
-data/README.md shows a line of each.
+docs/files.md shows a line of each.
 """
 
 from __future__ import annotations
@@ -70,14 +70,19 @@ def collect(env: Any, config: Any) -> Path:
 def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     """The first `most` demonstrations of a file."""
     convert = functools.partial(in_our_layout, env)
-    lines = itertools.islice(records.read(path, records.Demonstration, convert), most)
-    expert = []
+    lines: Any = itertools.islice(records.read(path, records.Demonstration, convert), most)
+    expert: list[Demonstration] = []
+    unread: set[str] = set()
     for line in lines:
+        if "reward" not in line:
+            unread |= line.keys() & {"success", "score"}
         state = State.load(line["messages"], line.get("task", ""))
         fields = {name: line[name] for name in ("reward", "source") if name in line}
         expert.append(Demonstration(line.get("task_id"), state, **fields))
     if not expert:
         raise UserError(f"{path}: holds no demonstration")
+    if unread:
+        warn(f"{path}: {', '.join(sorted(unread))} is not read: an outcome is a `reward`")
     if not any("Action:" in text for tau in expert for text in tau.actions):
         warn(f'{path}: no message has "Action:", so each is an action as a whole')
     return expert
@@ -89,6 +94,8 @@ def in_our_layout(env: Any, line: dict) -> dict:
         turns = [(ROLES[turn["from"]], turn["value"]) for turn in line["conversations"]]
         messages = [{"role": role, "content": text} for role, text in turns]
         line = {"task_id": env.published_id(line), "messages": messages}
+    elif "messages" not in line:
+        raise ValueError("neither messages, as ours, nor conversations, as ETO's")
     for turn in line["messages"]:
         turn["content"] = env.in_own_words(turn["content"])
     return line

@@ -8,6 +8,7 @@ one line. LoRA is PEFT's; weights in few bits are bitsandbytes'.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,11 @@ from torch import nn
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.outputs import atomic
+from qlass.outputs import atomic, warn
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 POSITIONS = ("default", "linear", "llama3", "yarn")  # kinds of RoPE that a cache may extend
-SUPPORTED = "supported: causal LMs in safetensors with a chat template (docs/scale.md)"
+SUPPORTED = "supported: causal LMs in safetensors with a chat template (docs/models.md)"
 PROBE = "Thought: 1/2 of $9.50\nAction: click[Buy Now]"
 
 hf.utils.logging.disable_progress_bar()
@@ -41,7 +42,19 @@ def device_and_precision(config: Any) -> tuple[torch.device, str]:
     if name is None:
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     place = torch.device(name)
-    return place, config.precision or ("bf16" if place.type == "cuda" else "float32")
+    if place.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: cpu and cuda are supported")
+    default = "bf16" if place.type == "cuda" and has_bf16(place) else "float32"
+    return place, config.precision or default
+
+
+@functools.cache
+def has_bf16(place: torch.device) -> bool:
+    """Whether a GPU computes in bf16, as those since compute capability 8 do."""
+    major, minor = torch.cuda.get_device_capability(place)
+    if major < 8:
+        warn(f"compute capability {major}.{minor} has no bf16: --precision float32 is taken")
+    return major >= 8
 
 
 @contextlib.contextmanager
@@ -83,6 +96,9 @@ def load(
                 raise ValueError(f"{problem}: {sorted(map(str, keys))[0]}")
         if getattr(model, "_hf_peft_config_loaded", False):
             raise ValueError("an adapter lies beside its weights")
+        for layer in model.modules():  # packed for some CPUs, 4 bits let no gradient through
+            if hasattr(layer, "support_avx512bf16_for_cpu"):
+                layer.support_avx512bf16_for_cpu = False
         check(model.eval(), chat, getattr(config, "plain", False))
     return model, chat
 
@@ -95,6 +111,13 @@ def load_chat(path: str | Path, config: Any) -> Chat:
         if rope.get("rope_type", "default") not in POSITIONS:
             raise ValueError(f"positions of kind {rope['rope_type']}")
         tokenizer = hf.AutoTokenizer.from_pretrained(path)
+        pieces = Path(path) / "tokenizer.model"
+        if pieces.exists() and not pieces.with_suffix(".json").exists():
+            import sentencepiece
+
+            ids = sentencepiece.SentencePieceProcessor(model_file=str(pieces)).encode(PROBE)
+            if tokenizer.encode(PROBE, add_special_tokens=False) != ids:
+                raise ValueError("its tokenizer gives other tokens than its tokenizer.model")
         ends = hf.GenerationConfig.from_model_config(settings).eos_token_id
         with contextlib.suppress(OSError):  # not every checkpoint has one
             ends = hf.GenerationConfig.from_pretrained(path).eos_token_id
@@ -105,31 +128,38 @@ def load_chat(path: str | Path, config: Any) -> Chat:
 
 @torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
 def check(model: Any, chat: Chat, plain: bool) -> None:
-    """ValueError for a tokenizer that changes an action, and for a model that the fast engine reads
-    otherwise than one sequence at a time."""
+    """ValueError for a tokenizer that changes an action or has tokens that the model lacks, for a
+    model that is not causal, and for one that the fast engine reads otherwise than one sequence at
+    a time."""
     ids = chat.action(PROBE, "")
     if chat.text([*ids, chat.stop_id]) != PROBE:
         raise ValueError("its tokenizer changes an action")
-    if plain:
-        model(input_ids=torch.tensor([ids], device=model.device))
-    else:
+    if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise ValueError("its tokenizer has tokens beyond the model's embeddings")
+    whole = torch.tensor([ids], device=model.device)
+    first, alone = model(input_ids=whole)[0][0, 0], model(input_ids=whole[:, :1])[0][0, 0]
+    if (first - alone).abs().mean() > 0.1 * alone.abs().mean():
+        raise ValueError("it is not causal: its past changes with what follows")
+    if not plain:
         from qlass.fast import parity
 
-        parity.check(model, model.name_or_path)
+        parity.check(model)
 
 
 # ---------------------------------------------------------------------------- training and saving
 
 
-def prepare_training(model: Any, config: Any) -> Any:
+def prepare_training(model: Any, config: Any, end: int | None = None) -> Any:
     """LoRA's updates and gradient checkpointing, in place. Returns PEFT's view of the model, None
-    without LoRA."""
+    without LoRA. end: the token that ends a turn, if the model is to learn to write it."""
     adapter = None
     if config.load_in and not config.lora:
         raise UserError("--load-in: weights in few bits can't be trained; --lora adds others")
     if config.lora:
         import peft
 
+        if end is not None:
+            refuse_untrained(model, end)
         updates = peft.LoraConfig(
             r=config.lora, lora_alpha=2 * config.lora, target_modules="all-linear"
         )
@@ -138,6 +168,18 @@ def prepare_training(model: Any, config: Any) -> Any:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return adapter
+
+
+def refuse_untrained(model: Any, token: int) -> None:
+    """UserError for a token that LoRA can't teach to write: its row of the output layer was never
+    trained, so it is about 0, or that of other such tokens."""
+    weight = model.get_output_embeddings().weight.detach()
+    row = weight[token]
+    small = row.norm() < 1e-2 * weight.norm(dim=-1).median()
+    if small or int((weight == row).all(-1).sum()) > 1:
+        problem = "the token that ends a turn was never trained, and --lora does not train it"
+        way_out = "choose a chat template that ends turns by a trained token"
+        raise UserError(f"{model.name_or_path}: {problem}: {way_out}")
 
 
 def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:

@@ -1,6 +1,6 @@
 """What the stages write: complete or absent, made again by the same command, byte for byte.
 
-    RUN/run.json            environment, options, content of data files, seed, preset
+    RUN/run.json            environment, options, seed, preset
     RUN/trees.jsonl         an output
     RUN/trees.meta.json     its recipe: settings and inputs that its bytes depend on; and figures
     RUN/trees.jsonl.parts/  what is done of an unfinished output, a file per process
@@ -16,7 +16,7 @@ No torch here, so that bellman.py starts at once.
 from __future__ import annotations
 
 import contextlib
-import functools
+import difflib
 import hashlib
 import importlib
 import itertools
@@ -35,6 +35,8 @@ from tqdm import tqdm
 from qlass import UserError
 
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata tell
+LOADED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")  # what is read of a checkpoint
+HASHES: dict[tuple, str] = {}  # by files and their times
 Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
 
 
@@ -98,18 +100,18 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, or of the files of a checkpoint's folder."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return digest(*((file, file.stat().st_mtime_ns) for file in files if file.is_file()))
-
-
-@functools.cache  # a large model is read once
-def digest(*files: tuple[Path, int]) -> str:
-    total = hashlib.sha256()
-    for file, _ in files:
-        with open(file, "rb") as content:
-            total.update(hashlib.file_digest(content, "sha256").digest())
-    return total.hexdigest()
+    """Of a file, or of the files of a checkpoint's folder that are loaded."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(itertools.chain(*map(path.glob, LOADED)))
+    known = tuple((file, file.stat().st_mtime_ns) for file in files)
+    if known not in HASHES:  # a large model is read once
+        total = hashlib.sha256()
+        for file in files:
+            with open(file, "rb") as content:
+                total.update(hashlib.file_digest(content, "sha256").digest())
+        HASHES[known] = total.hexdigest()
+    return HASHES[known]
 
 
 def share() -> tuple[int, int]:
@@ -142,12 +144,37 @@ def input_of(output: Path, name: str) -> Path | None:
     return path if place and path.exists() else None
 
 
+def checkpoint(name: str | Path) -> Path:
+    """The folder of a model. Of a hub name it is the newest snapshot or, with the hub away, the one
+    at hand: a model is known by its content, as each input is."""
+    if Path(name).exists():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(LOADED)))
+    except (OSError, ValueError) as error:
+        problem = str(error).splitlines()[0]
+        raise UserError(f"{name}: no such folder, and not on the hub: {problem}") from error
+
+
+def default_run(env: str) -> Path:
+    return Path("runs") / env.rpartition(":")[2].lower()
+
+
 def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path:
     """An input of a stage: what was named, else RUN/name, which the earlier stage makes first."""
     path = named or config.run / name
-    if named and not path.exists():
-        raise UserError(f"{named}: no such file or folder")
+    if named and not named.exists() and not name.endswith(".jsonl"):
+        path = checkpoint(named)
+    elif named and not path.exists():
+        raise UserError(f"{named}: no such file")
     if not path.exists():
+        if not config.run.exists() and config.run != default_run(config.env):
+            runs = [str(file.parent) for file in config.run.parent.glob("*/run.json")]
+            near = difflib.get_close_matches(str(config.run), runs, n=1)
+            hint = f"{near[0]}?" if near else f"python sft.py --run {config.run} begins it"
+            raise UserError(f"{config.run}: no such run: {hint}")
         flags = shared_flags(config)
         print(f"{path} is missing: making it with python {stage}.py {' '.join(flags)}", flush=True)
         importlib.import_module(stage).main(flags)
@@ -178,7 +205,12 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
 
     settings: what its bytes depend on, beside the content of the inputs.
     """
-    hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
+    hashes = {}
+    for name, path in inputs.items():
+        hashes[name] = sha256(path) if path else None
+        env = meta_of(path)["recipe"].get("env", config.env) if path else config.env
+        if env != config.env:
+            raise UserError(f"{path} is of {env}, not of {config.env}: name another --{name}")
     recipe = json.loads(json.dumps(settings | hashes, default=str))
     old = meta_of(output)
     states = output.with_name(output.name + ".partial")  # of a checkpoint
@@ -193,17 +225,27 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     for name in old["recipe"].keys() & recipe.keys():
         before, now = old["recipe"][name], recipe[name]
         if before != now:
-            way_out = "--overwrite starts again, another --out or --run keeps both"
-            raise UserError(f"{output} was begun with {name} {before}, not {now}: {way_out}")
+            differs = f"{name} {before}, not {now}" if name not in inputs else f"another {name}"
+            way_out = "another --out or --run keeps both, --overwrite starts again"
+            raise UserError(f"{output} was begun with {differs}: {way_out}")
     folder = output.parent.resolve()
     places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
     meta = old | {"recipe": old["recipe"] | recipe, "inputs": old["inputs"] | places}
     meta["versions"] = {name: version(name) for name in PACKAGES}
+    run = config.run / "run.json"
+    if output.parent == config.run and not run.exists():
+        write_json(run, {n: getattr(config, n) for n in ("env", "env_option", "seed", "preset")})
     write_json(meta_path(output), meta)
-    if "env_files" in recipe and not (config.run / "run.json").exists():
-        shared = {n: getattr(config, n) for n in ("env", "env_option", "seed", "preset")}
-        write_json(config.run / "run.json", shared | {"env_files": recipe["env_files"]})
     return meta
+
+
+def keep_copy(output: Path, meta: dict[str, Any], name: str) -> None:
+    """Copy an input beside its output, so that the run can be moved: sft.expert.jsonl."""
+    copy = output.with_name(f"{output.name}.{name}.jsonl")
+    with atomic(copy) as draft:
+        shutil.copyfile(output.parent / meta["inputs"][name], draft)
+    meta["inputs"][name] = copy.name
+    write_json(meta_path(output), meta)
 
 
 # ------------------------------------------------------------------------ outputs of several parts

@@ -1,7 +1,7 @@
 """Presets: whose settings a command has where no flag says another, by environment and stage.
 
 tiny    the tiny model's, which are those of the rows in runs/reference_output. They were chosen on
-        validation tasks; WebShop's also on its first 400 test tasks, which are not played.
+        validation tasks; WebShop's also on 400 tasks of its catalogue, which the test split lacks.
 paper   the paper's: Table 5 and Appendix A.2. Most of them are the defaults of the stages'
         Config; here is what depends on the environment.
 
@@ -52,7 +52,7 @@ TINY: dict[str, Stages] = {
         # Trained to the end, where the learning rate is 0, and with a loss on the order of siblings
         # (runs/reference_output/README.md).
         "train_qnet": {"epochs": 3, "patience": 3, "rank_weight": 4.0},
-        "q_search": {"skip": 400, "limit": 0},
+        "q_search": {"limit": 0},
         "eto": {"lr": 2e-5},
     },
     "alfworld": {
@@ -130,10 +130,12 @@ def settings(config: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in fields}
 
 
-def preset_for(config: Any) -> str:
+def preset_for(config: Any) -> Any:
     """The paper's for a pretrained model, else the tiny model's."""
     if getattr(config, "model", "tiny") != "tiny":
         return "paper"
-    file = (getattr(config, "sft", None) or config.run / "sft") / "policy.json"
-    tiny = not file.exists() or read_json(file)["mark_matches"]
-    return "tiny" if tiny else "paper"
+    sft = getattr(config, "sft", None) or config.run / "sft"
+    file = sft / "policy.json"
+    if file.exists():
+        return "tiny" if read_json(file)["mark_matches"] else "paper"
+    return "paper" if getattr(config, "sft", None) else "tiny"

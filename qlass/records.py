@@ -1,13 +1,11 @@
-"""The lines of a run's files, by their types. data/README.md shows one of each."""
-
-from __future__ import annotations
+"""The lines of a run's files, by their types. docs/files.md shows one of each."""
 
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import NotRequired, Required, TypedDict
 
 from qlass import UserError
@@ -16,22 +14,40 @@ L = TypeVar("L")
 Reward = Annotated[float, Field(ge=0, le=1)]  # 1 is success
 
 
-class Turn(TypedDict):
-    role: Literal["system", "user", "assistant"]
+@with_config(ConfigDict(extra="allow"))  # fields of others are kept
+class Line(TypedDict):
+    """Of any file."""
+
+
+class Turn(Line):
+    role: Literal["user", "assistant"]
     content: str
 
 
-class Demonstration(TypedDict):
+def in_turns(messages: list[Turn]) -> list[Turn]:
+    """ValueError unless user and assistant speak in turns, the user first."""
+    for number, turn in enumerate(messages):
+        if turn["role"] != ("user", "assistant")[number % 2]:
+            raise ValueError(
+                f"message {number + 1} is out of turn: user and assistant speak in turns"
+            )
+    return messages
+
+
+Messages = Annotated[list[Turn], AfterValidator(in_turns)]
+
+
+class Demonstration(Line):
     """A line of expert.jsonl: a trajectory up to its last action."""
 
-    messages: list[Turn]
+    messages: Messages
     task_id: NotRequired[str | None]
     task: NotRequired[str]  # the instruction's sentence
     reward: NotRequired[Reward]
     source: NotRequired[str]  # "policy": self-training has added a trajectory of the agent's
 
 
-class Node(TypedDict):
+class Node(Line):
     """A line of trees.jsonl: an action and what it led to. The root has the task's messages."""
 
     task_id: str
@@ -47,7 +63,7 @@ class Node(TypedDict):
     expert: bool
     cut: NotRequired[Reward]  # what the agent earned at its limit, where the demonstration goes on
     nodes: NotRequired[int]  # of the tree
-    messages: NotRequired[list[Turn]]
+    messages: NotRequired[Messages]
     task: NotRequired[str]
 
 
@@ -58,7 +74,7 @@ class Label(Node):
     q: float
 
 
-class Move(TypedDict, total=False):
+class Move(Line, total=False):
     """A step of a result's episode."""
 
     action: str
@@ -66,7 +82,7 @@ class Move(TypedDict, total=False):
     candidates: list[Any] | None
 
 
-class Result(TypedDict, total=False):
+class Result(Line, total=False):
     """A line of results.jsonl."""
 
     task_id: Required[str | int]
@@ -91,20 +107,23 @@ class Result(TypedDict, total=False):
     steps: list[Move]
 
 
-def read(
-    path: Path, kind: type[L], convert: Callable[[Any], Any] = lambda line: line
-) -> Iterator[L]:
+def read(path: Path, kind: type[L], convert: Callable[[Any], Any] | None = None) -> Iterator[L]:
     """The lines of a file, or of a JSON list as in ETO's files. UserError for one of another type.
 
-    convert: what to do with a line before its type is checked.
+    A null field that a line may lack is no field: pandas writes one for each. convert: what to do
+    with a line before its type is checked.
     """
     check = TypeAdapter(kind).validate_python
+    required = kind.__required_keys__  # type: ignore[attr-defined]
     text = path.read_text(encoding="utf-8-sig")
     lines: Any = json.loads(text) if text.startswith("[") else text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            record = convert(json.loads(line) if isinstance(line, str) else line)
-            check(record, strict=True)
-        except (ValueError, KeyError, TypeError) as error:
+            record: Any = json.loads(line) if isinstance(line, str) else line
+            if convert:
+                record = convert(record)
+            record = {n: v for n, v in record.items() if v is not None or n in required}
+            record.update(check(record))  # in the order of the file
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}:{number}: {' '.join(str(error).split())[:300]}") from None
         yield record

@@ -108,7 +108,7 @@ def identity(record: dict) -> tuple:
 
 
 def protocol(config: Any, env: Any, chat: Chat | None) -> dict[str, Any]:
-    """What the numbers of a file mean, as far as its lines do not tell it (data/README.md)."""
+    """What the numbers of a file mean, as far as its lines do not tell it (docs/files.md)."""
     fields = {"environment": config.env, "version": env.version, "max_steps": env.max_steps}
     fields |= {"options": env.settings["env_option"], "data": env.settings["env_files"]}
     if chat:
@@ -117,14 +117,25 @@ def protocol(config: Any, env: Any, chat: Chat | None) -> dict[str, Any]:
     return fields
 
 
+def tell_unknown(records: list[dict]) -> None:
+    """Warn of episodes in which the environment knew no action: their text may be of another form,
+    such as Markdown's."""
+    lost = [line for line in records if line.get("unknown_actions") == line["n_steps"] > 0]
+    if lost:
+        action = lost[0]["steps"][0]["action"]
+        warn(f"in {len(lost)} of {len(records)} results no action is known, such as {action!r}")
+
+
 def leaks(env: Any, played: list[dict], checkpoints: Inputs) -> dict[str, int]:
-    """How many of the tasks that were played, or of the same subject, agent and QNet have learned
-    from. Published splits overlap (WebShop's in 21 tasks), so this is no refusal."""
-    subjects = {env.subject(record["task_id"]) for record in played}
+    """From how many of the tasks that were played, or others of their subjects, agent and QNet have
+    learned. Published splits overlap (WebShop's in 21 tasks), so this is no refusal."""
+    tasks = {record["task_id"] for record in played}
     counts = {}
     for name, checkpoint in checkpoints.items():
         learned = meta_of(checkpoint).get("tasks", []) if checkpoint else []
-        counts[name] = len(subjects & set(map(env.subject, learned)))
+        subjects = set(map(env.subject, learned))
+        counts[name] = len([task for task in tasks if env.subject(task) in subjects])
         if counts[name]:
-            warn(f"{checkpoint} has learned from {counts[name]} of the tasks that were played")
+            share = f"{counts[name]} of the {len(tasks)} tasks that were played"
+            warn(f"{checkpoint} has learned from {share}, or from others of their subjects")
     return counts

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -20,7 +21,7 @@ from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample, Score
 from qlass.messages import State, uniforms
 from qlass.models import load_chat
-from qlass.outputs import meta_of
+from qlass.outputs import meta_of, warn
 from qlass.policy import QUESTION
 
 ENDS = ("stop", "length")  # of a reply that was not given up
@@ -39,7 +40,7 @@ class Server:
         self.errors = openai.OpenAIError
         self.width = width or 64
         self.client = openai.OpenAI(base_url=address, api_key=key, max_retries=TRIES)
-        self.model = name or self.ask(self.client.models.list).data[0].id
+        self.model = name or self.only_model()
 
     def ask(self, method: Callable, **body: Any) -> Any:
         """The reply of a method of the client."""
@@ -47,6 +48,13 @@ class Server:
             return method(**body)
         except self.errors as error:
             raise UserError(f"{self.url}: {' '.join(str(error).split())[:300]}") from error
+
+    def only_model(self) -> str:
+        """The name of the one model that it has."""
+        names = [model.id for model in self.ask(self.client.models.list).data]
+        if len(names) != 1:
+            raise UserError(f"{self.url}: name one of its models, URL#MODEL: {', '.join(names)}")
+        return names[0]
 
     def complete(self, prompt: list[int], **options: Any) -> tuple[Any, Any]:
         """The completion of a prompt of token ids, and what it read and wrote."""
@@ -71,17 +79,29 @@ class Server:
             return pool.starmap(function, jobs, chunksize=1)
 
 
-def check(server: Server, folder: Path, answer: Callable[[list], list], most: float) -> None:
-    """UserError if the server answers a fixed question otherwise than the checkpoint in a folder,
-    by more than bf16 and float32 differ."""
+class Untold(UserError):
+    """The server does not tell what is asked."""
+
+
+def check(
+    server: Server, folder: Path, answer: Callable[[list], list], config: Any, most: float
+) -> None:
+    """Ask a fixed question, whose answer the checkpoint's metadata have. UserError if the server's
+    differs by more than `most`, or by ten times as much with --load-in: served in few bits."""
     known = meta_of(folder).get("fingerprint")
+    try:
+        (values,) = answer([QUESTION])
+    except Untold as error:
+        known = None
+        warn(str(error))
     if not known:
+        warn(f"{server.url}: whether it has the weights of {folder} is not known")
         return
-    (values,) = answer([QUESTION])
-    error = np.abs(np.subtract(values, known)).max()
-    if not error < most:
-        problem = f"a fixed text has another value, by {error:.3f}"
-        raise UserError(f"{server.url}: has other weights than {folder} ({problem})")
+    difference = np.abs(np.subtract(values, known)).max()
+    said = f"{server.url}: a fixed text differs by {difference:.3f} from that of {folder}"
+    if not difference < most * (10 if config.load_in else 1):
+        raise UserError(f"{said}: other weights, or few bits (--load-in says so)")
+    print(said, file=sys.stderr)
 
 
 class ServedPolicy:
@@ -98,7 +118,7 @@ class ServedPolicy:
         if self.chat.rendering.candidates == "valid":
             raise UserError("--server: the agent chooses by probabilities, which no server tells")
         self.server = Server(config.server, config.in_flight)
-        check(self.server, folder, self.likelihoods, most=2.0)
+        check(self.server, folder, self.likelihoods, config, most=2.0)
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         jobs = []
@@ -138,8 +158,11 @@ class ServedPolicy:
         ids = self.chat.action(action, state.task, len(prompt))
         more = {"prompt_logprobs": 0}
         choice, _ = self.server.complete(prompt + ids, max_tokens=1, extra_body=more)
+        logprobs = getattr(choice, "prompt_logprobs", None)
+        if not logprobs:
+            raise Untold(f"{self.server.url}: tells no log-probabilities of a prompt, as vLLM does")
         total = 0.0
-        for token, entry in zip(ids, choice.prompt_logprobs[len(prompt) :], strict=True):
+        for token, entry in zip(ids, logprobs[len(prompt) :], strict=True):
             total += entry[str(token)]["logprob"]
         return total
 
@@ -151,7 +174,7 @@ class ServedQNet:
         self.server = Server(url, config.in_flight)
         self.folder = Path(self.server.model)
         self.chat = load_chat(self.folder, config)
-        check(self.server, self.folder, self.score, most=0.02)
+        check(self.server, self.folder, self.score, config, most=0.02)
 
     def score(self, requests: list[Score]) -> list[list[float]]:
         """Siblings are one call, so that one replica reads their prefix, once."""
@@ -167,10 +190,7 @@ class ServedQNet:
         for action in request.actions:
             ids = self.chat.action(action, request.state.task, len(prompt))
             texts.append(prompt + ids)
-        body = {
-            "model": self.server.model,
-            "input": texts,
-        }
+        body = {"model": self.server.model, "input": texts}
         reply = self.server.ask(self.server.client.embeddings.create, **body)
         entries = sorted(reply.data, key=lambda entry: entry.index)
         values = [entry.embedding[0] for entry in entries]

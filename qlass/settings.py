@@ -7,6 +7,7 @@ class, where the paper's settings stand.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import tyro
 from tyro.conf import UseAppendAction
 
 from qlass import UserError, presets
-from qlass.outputs import read_json
+from qlass.outputs import default_run, read_json, warn
 
 C = TypeVar("C")
 R = TypeVar("R", bound="Run")
@@ -32,7 +33,7 @@ class Run:
     """What every command of a run has."""
 
     stage: ClassVar[str] = ""  # whose settings a preset has for this command
-    plays_elsewhere: ClassVar[bool] = False  # in another environment than the run's, if asked to
+    plays_elsewhere: ClassVar[bool] = False  # with more options of the environment, if asked to
 
     env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
     env_option: UseAppendAction[tuple[str, ...]] = ()  # NAME=VALUE, of the environment
@@ -44,22 +45,21 @@ class Run:
     def recipe(self) -> dict[str, Any]:
         """The settings that the bytes of an output depend on."""
         fields = dataclasses.fields(self)
-        return {f.name: getattr(self, f.name) for f in fields if not f.metadata.get("runtime")}
+        recipe = {f.name: getattr(self, f.name) for f in fields if not f.metadata.get("runtime")}
+        if "precision" in recipe:
+            from qlass.models import device_and_precision
+
+            recipe["precision"] = device_and_precision(self)[1]
+        return recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(Run):
-    """Where a model computes, and in how many bits."""
+    """Where a model computes, and in how many bits: with a GPU's numbers no CPU's go on."""
 
     load_in: Literal["4bit", "8bit"] | None = None  # bits per weight (bitsandbytes)
     precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
     device: str | None = runtime(None)  # the GPU, or without one the CPU
-
-    def recipe(self) -> dict[str, Any]:
-        """A resumed run must not mix a GPU's numbers and a CPU's."""
-        from qlass.models import device_and_precision
-
-        return super().recipe() | {"precision": device_and_precision(self)[1]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,24 +112,23 @@ def read(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R
     config = parse(kind, doc, words)
     flags = [word.partition("=")[0].lstrip("-") for word in words if word.startswith("-")]
     given = {flag.replace("-", "_") for flag in flags}
-
-    def with_defaults(values: dict[str, Any]) -> R:
-        """The settings with these values where no flag says another."""
-        return dataclasses.replace(config, **{n: v for n, v in values.items() if n not in given})
-
-    config = with_defaults({"run": Path("runs") / config.env.rpartition(":")[2].lower()})
-    run = read_run(config.run)
-    config = with_defaults({name: run[name] for name in ("env", "seed", "preset") if run})
+    said = {name: value for name, value in vars(config).items() if name in given}
+    folder = config.run if "run" in said else default_run(config.env)
+    run = read_run(folder)
+    begun = {name: run[name] for name in ("env", "seed", "preset") if run}
+    config = dataclasses.replace(config, **begun | {"run": folder} | said)
     own = tuple(run["env_option"]) if run else ()
     more = tuple(option for option in config.env_option if option not in own)
-    at_home = run and config.env == run["env"]
-    if run and not kind.plays_elsewhere and (more or not at_home):
+    if run and (config.env != run["env"] or (more and not kind.plays_elsewhere)):
         raise UserError(f"{config.run} is of {' '.join([run['env'], *own])}: give another --run")
-    config = with_defaults({"preset": config.preset or presets.preset_for(config)})
-    settings = presets.settings(config)
-    print(f"preset {config.preset}: {settings}", file=sys.stderr)
-    config = with_defaults(settings)
-    if at_home:
+    config = dataclasses.replace(config, preset=config.preset or presets.preset_for(config))
+    defaults = {n: v for n, v in presets.settings(config).items() if n not in said}
+    config = dataclasses.replace(config, **defaults)
+    defaults.pop("env_option", None)
+    shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in defaults.items())
+    if shown:
+        print(f"settings of the {config.preset} preset, {config.env}: {shown}", file=sys.stderr)
+    if run:
         config = dataclasses.replace(config, env_option=(*own, *more))
     check_numbers(config)
     return config
@@ -144,8 +143,10 @@ def check_numbers(config: Run) -> None:
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """RUN/run.json: environment, options, files, seed, preset; of a new run nothing."""
+    """RUN/run.json: environment, options, seed, preset; of a new run nothing."""
     file = run / "run.json"
+    if not file.exists() and any(run.glob("*.meta.json")):
+        warn(f"{file} is missing: this command takes {run} for a new run")
     return read_json(file) if file.exists() else {}
 
 
@@ -155,6 +156,8 @@ def run_stage(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         sys.exit("stopped; the same command resumes")
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

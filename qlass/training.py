@@ -87,8 +87,8 @@ def autocast(config: Learning) -> torch.autocast:
 
 def join(config: Learning) -> None:
     """Join the processes that torchrun started; alone nothing."""
+    place, _ = device_and_precision(config)
     if share()[1] > 1:
-        place, _ = device_and_precision(config)
         if place.type == "cuda":  # else each process would also open the first one's GPU
             torch.cuda.set_device(place)
         distributed.init_process_group("nccl" if place.type == "cuda" else "gloo")
@@ -233,7 +233,11 @@ class Training:
 
     def load(self, name: str) -> None:
         """Take model, optimizer, random numbers and log from a state."""
-        state = torch.load(self.states / name, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(self.states / name, map_location="cpu", weights_only=True)
+        except Exception as error:  # cut by a crash of the machine
+            way_out = "delete it, or copy best.pt over it"
+            raise UserError(f"{self.states / name}: can't be read: {way_out}") from error
         trained, moments, random, self.lines = state
         self.model.load_state_dict(trained, strict=False)  # not the frozen ones
         self.optimizer.load_state_dict(moments)

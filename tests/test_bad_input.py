@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import pandas
 import pytest
 from fakes import FakeEnv, dump, word_chat
 from test_bellman import node
@@ -12,6 +13,7 @@ import bellman
 from qlass import UserError
 from qlass.demonstrations import demonstrations_of, read
 from qlass.results import leaks
+from qlass.trees import read_trees
 from reporting.expected import read_ranges
 from reporting.results import lines_of
 from train_qnet import read_pairs
@@ -35,9 +37,22 @@ CHAT = [turn("go", "user"), LEFT]
 RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "reward": 1, "tokens": {"prompt": 1}}
 ROOT = node(0, None, messages=CHAT[:1], task="", env="fake", action=None, source="policy", q=0.5, q_raw=0.5)
 LEAF = node(1, 0, 1.0, done=True, source="policy", q=0.5, q_raw=0.5)
-NO_NODE = [("reward", None), ("reward", 50), ("cut", "1"), ("node_id", [1]), ("parent_id", [0]), ("action", 3)]
-OF_ANOTHER_KIND = [("seed", "a"), ("seed", [1]), ("M", 2.5), ("label", ["a"]), ("steps", "left"), ("success", "yes")]
-OF_ANOTHER_KIND += [("reward", None), ("tokens", 7), ("tokens", {"prompt": "1"}), ("steps", ["left"])]
+NO_NODE = [
+    ("reward", None),
+    ("reward", 50),
+    ("reward", "much"),
+    ("reward", float("nan")),
+    ("action", 3),
+    ("depth", 1.5),
+]
+NO_NODE += [("cut", 50), ("cut", -3), ("cut", float("nan")), ("cut", "much"), ("node_id", [1]), ("parent_id", [0])]
+NO_RESULT = [("seed", "a"), ("seed", [1]), ("M", 2.5), ("label", ["a"]), ("steps", "left"), ("success", "perhaps")]
+NO_RESULT += [("reward", None), ("tokens", 7), ("tokens", {"prompt": "many"}), ("steps", ["left"])]
+OUT_OF_TURN = {
+    1: [turn("Action: left"), turn("here", "user"), LEFT],
+    2: [turn("walk", "user"), turn("here", "user"), LEFT],
+    4: [*CHAT, turn("here", "user"), turn("there", "user"), LEFT],
+}
 READERS = {
     "expert.jsonl": lambda path: read(path, FakeEnv()),
     "trees.jsonl": lambda path: bellman.main(["--trees", str(path), "--run", str(path.parent / "run")]),
@@ -50,14 +65,14 @@ BAD = {
         (tree(ROOT, LEAF).splitlines()[0] + "\n", ": the tree of task t is cut"),
         (tree(ROOT, LEAF) * 2, ": the tree of task t is cut, or twice"),
         (dump([ROOT | {"nodes": 2}, 5]), ":2: "),
-        *((tree(ROOT, LEAF | {name: value}), f":2: 1 validation error for Node {name}") for name, value in NO_NODE[:-3]),
+        *((tree(ROOT, LEAF | {name: value}), f":2: 1 validation error for Node {name}") for name, value in NO_NODE),
         (tree(ROOT | {"messages": "go"}, LEAF), ":1: 1 validation error for Node messages"),
     ],
     "q_labels.jsonl": [
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: 1 validation error for Label q Field required"),
     ],
     "results.jsonl": [
-        *((dump([RESULT | {name: value}]), f":1: 1 validation error for Result {name}") for name, value in OF_ANOTHER_KIND),
+        *((dump([RESULT | {name: value}]), f":1: 1 validation error for Result {name}") for name, value in NO_RESULT),
         (dump([RESULT, {"task_id": "a"}]), ":2: 4 validation errors for Result env"),
     ],
     "ranges.csv": [("environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b", ": no table of environment")],
@@ -65,8 +80,14 @@ BAD = {
         (" \n", ":1: "),
         ("", "holds no demonstration"),
         ("messages,reward\ngo,1\n", ":1: Expecting value"),
+        (dump([{"dialogue": CHAT}]), ":1: neither messages, as ours, nor conversations, as ETO's"),
         (json.dumps([{"conversations": [{"from": "human", "value": None}]}]), ":1: "),
         (chat(LEFT, turn("here", "tool")), ":1: 1 validation error for Demonstration messages.2.role"),
+        (
+            dump([{"messages": [turn("be brief", "system"), *CHAT]}]),
+            ":1: 1 validation error for Demonstration messages.0",
+        ),
+        *((dump([{"messages": messages}]), f"message {n} is out of turn") for n, messages in OUT_OF_TURN.items()),
         (chat(LEFT, reward=25), ":1: 1 validation error for Demonstration reward"),
         (chat(LEFT, task=12), ":1: 1 validation error for Demonstration task"),
     ],
@@ -79,6 +100,24 @@ def test_a_bad_file_is_named_with_its_line_and_its_fault(name, content, says, tm
     with pytest.raises(UserError, match=re.escape(name) + ".*" + re.escape(says)):
         READERS[name](tmp_path / name)
     assert not (tmp_path / "run" / "q_labels.jsonl").exists()
+
+
+def test_a_table_of_pandas_is_read_as_it_was(tmp_path):
+    """It writes each field in each line, null where there was none, and a whole number as 0.0."""
+    ours, theirs = tmp_path / "trees.jsonl", tmp_path / "pandas.jsonl"
+    ours.write_text(tree(ROOT, LEAF))
+    pandas.read_json(ours, lines=True).to_json(theirs, orient="records", lines=True)
+    assert '"parent_id":0.0' in theirs.read_text() and '"messages":null' in theirs.read_text()
+    assert [*read_trees(theirs)] == [*read_trees(ours)]
+    bellman.main(["--trees", str(theirs), "--run", str(tmp_path / "run")])
+    labels = (tmp_path / "run" / "q_labels.jsonl").read_text()
+    assert '"parent_id": 0,' in labels and "null" not in labels.splitlines()[1]
+
+
+def test_outcomes_that_are_not_read_are_told(tmp_path, capsys):
+    (tmp_path / "expert.jsonl").write_text(chat(LEFT, success=False, score=0))
+    assert read(tmp_path / "expert.jsonl", FakeEnv())[0].reward is None
+    assert "score, success is not read" in capsys.readouterr().err
 
 
 WORLD = {"env": "shop", "env_option": [], "env_files": {}}
@@ -124,4 +163,4 @@ def test_tasks_that_were_learned_from_are_counted(tmp_path, capsys):
     played, shop = [{"task_id": task} for task in "137"], Shop()
     sft, qnet = checkpoint(tmp_path / "sft", ["2", "8"]), checkpoint(tmp_path / "qnet", ["3", "7"])
     assert leaks(shop, played, {"sft": sft, "qnet": qnet}) == {"sft": 1, "qnet": 2}  # 1 and 2 want the same product
-    assert f"{qnet} has learned from 2 of the tasks" in capsys.readouterr().err
+    assert f"{qnet} has learned from 2 of the 3 tasks" in capsys.readouterr().err

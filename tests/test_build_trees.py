@@ -4,29 +4,25 @@ import json
 from collections import Counter
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, explore, path_of, run, say
+from fakes import WORLD, FakeEnv, Script, dump, explore, path_of, run, say
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import build_trees
-from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS, Explorer, tree_records
-from experiments import eto
-from experiments.qval.points import Point, digest
+from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS, tree_records
 from qlass import UserError
 from qlass.chat import Rendering
-from qlass.messages import State, parse_action
 from qlass.demonstrations import Demonstration
+from qlass.messages import State, parse_action, replay
+from qlass.outputs import meta_of
 
 
-def shown(*actions: str, begin: str = "you stand at start", **fields) -> Demonstration:
-    turns = [turn for action in actions for turn in (("user", "hm"), ("assistant", action))][1:]
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", begin), *turns))
-    return Demonstration(**{"task_id": None, "state": state} | fields)
-
-
-def line(*actions: str, begin: str = "you stand at start", **more) -> dict:
-    """A demonstration in a file."""
-    return {"messages": shown(*actions, begin=begin).state.dump(), **more}
+def shown(*actions: str) -> Demonstration:
+    """A demonstration of these actions."""
+    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")))
+    for action in actions:
+        state = state.then(action, "hm")
+    return Demonstration("train0", State(state.messages[:-1]), 1.0)
 
 
 def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, prune="branch", expert=None,
@@ -116,7 +112,6 @@ def test_a_demonstration_longer_than_an_episode_keeps_its_reward(second):
     assert max(node.depth for node in root.subtree() if node.source == "policy") == 2
 
 
-@pytest.mark.parametrize("who", ["trees", "eto", "qval"])
 @pytest.mark.parametrize(
     ("recorded", "limit", "says"),
     [
@@ -126,35 +121,28 @@ def test_a_demonstration_longer_than_an_episode_keeps_its_reward(second):
         ((*RR, "right", "left"), 1, "3 of 4 recorded actions end the episode"),
     ],
 )
-def test_recorded_actions_are_played_alike(who, recorded, limit, says):
+def test_recorded_actions_are_played_to_their_end(recorded, limit, says):
     """Beyond the limit of steps, which holds again afterwards, and never behind the episode's end."""
-    env, texts = FakeEnv(max_steps=limit), [f"Action: {action}" for action in recorded]
-
-    def states():
-        if who == "trees":
-            explorer = Explorer(env, "train0", Rendering(), 2)
-            return [node.state for node in explorer.add_demonstration(explorer.root(), texts)]
-        if who == "eto":
-            taken = eto.decisions(env, Rendering(), "train0", texts)
-            return [decision.state for decision in taken] + [taken[-1].state.then(texts[-1], "")]
-        hashes = [digest(" ".join(["Observation: you stand at start", *recorded[: n + 1]])) for n in range(len(texts))]
-        return [Point("train0", texts[: n + 1], [], 0, "", known).restore(env) for n, known in enumerate(hashes)]
-
+    env = FakeEnv(max_steps=limit)
+    moves = replay(env, "train0", [f"Action: {action}" for action in recorded])
     if says:
         with pytest.raises(UserError, match=f"fake: task train0: {says}"):
-            states()
+            list(moves)
     else:
-        behind = [recorded[: n + 1] for n in range(len(texts))]
-        assert [path_of(state) for state in states()][-len(texts) :] == behind and env.path == recorded
+        behind = [recorded[:n] for n in range(len(recorded) + 1)]
+        assert [path_of(move.state) for move in moves] == behind and env.path == recorded
     assert env.max_steps == limit
 
 
-def test_behind_the_agents_limit_no_branch_begins_and_there_counts_what_the_environment_pays(monkeypatch):
+def test_behind_the_agents_limit_no_branch_begins():
     """The demonstration has three steps, the agent's limit is one: it branches at the root alone."""
     world = {"right": {"right": {"right": 1.0, "left": 0.2}, "left": 0.2}, "left": 0.2}
     _, asked, root, _ = grow(lambda r: say("left", "right", "left")[: r.n], 5, 2, 9, True, world, steps=1)
     assert {path for path, _ in asked} == {()}
-    assert [(n.source, n.rollouts) for n in root.subtree() if n.depth > 1] == [("expert", 0), ("expert", 0)]
+    assert [(n.source, n.rollouts) for n in root.subtree() if n.depth > 1] == [("expert", 0)] * 2
+
+
+def test_where_the_agent_is_cut_counts_what_the_environment_pays(monkeypatch):
     monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda self: 0.25)
     nodes, _, root, _ = grow({(): "right", R: "right"}, 0, 1, 1, steps=2)
     assert nodes[RR] == (0.25, "policy", 1) and root.children["right"].children["right"].done
@@ -219,8 +207,8 @@ def test_a_tree_in_lines():
     assert [r["node_id"] for r in records] == list(range(10)) and records[0]["nodes"] == 10
     assert [r["parent_id"] for r in records] == [None, 0, 1, 2, 1, 0, 5, 5, 7, 7]
     assert "".join(parse_action(r["action"] or "-")[0] for r in records) == "-lrllrlrlr"
-    assert [m["content"] for m in records[0]["messages"]] == ["walk", "OK", "you stand at start"]
-    assert records[0]["task"] == "find the purse" and records[0]["env"] == "fake"
+    first = [m["content"] for m in records[0]["messages"]]
+    assert (first, records[0]["task"]) == (["walk", "OK", "you stand at start"], "find the purse")
     assert records[1]["observation"] == "Observation: you stand at start left"
     assert [r["node_id"] for r in records if r["expert"]] == [5, 7, 9]
 
@@ -235,23 +223,50 @@ def build(tmp_path, agent, fake_world):
     return command
 
 
+def nodes_of(text: bytes) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def tasks_of(text: bytes) -> list[str]:
+    return list(dict.fromkeys(node["task_id"] for node in nodes_of(text)))
+
+
 def test_the_file_is_the_same_whatever_the_batch(build, tmp_path, monkeypatch):
     whole = build()
-    nodes = [json.loads(line) for line in whole.splitlines()]
+    nodes = nodes_of(whole)
     sizes = Counter(node["task_id"] for node in nodes)
     assert {node["task_id"]: node["nodes"] for node in nodes if "nodes" in node} == sizes and len(sizes) == 4
-    meta = json.loads((tmp_path / "trees.meta.json").read_text())
+    meta = meta_of(tmp_path / "trees.jsonl")
     assert (meta["trees"], meta["nodes"]) == (4, len(nodes))
     monkeypatch.setattr(FakeEnv, "side_by_side", 1)
     assert build(out="one.jsonl") == whole
     assert build("--seed", "1", out="other.jsonl") != whole
 
 
-def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_lowest_step_limit(build, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "own", "lowest"), [([], 5, 2), (["--steps", "1"], 5, 1), (["--steps", "9"], 1, 1), ([], None, 2)]
+)
+def test_new_tasks_are_the_last_ones_and_the_agent_keeps_the_lowest_step_limit(flags, own, lowest, build, monkeypatch):
     monkeypatch.setattr(FakeEnv, "tree_steps", 2)
-    for flags, own, lowest in (([], 5, 2), (["--steps", "1"], 5, 1), (["--steps", "9"], 1, 1), ([], None, 2)):
-        monkeypatch.setattr(FakeEnv, "max_steps", own)
-        text = build("--no-expert", *flags, out=f"{own}{lowest}{len(flags)}.jsonl")
-        records = [json.loads(line) for line in text.splitlines()]
-        assert list(dict.fromkeys(r["task_id"] for r in records)) == ["train5", "train4", "train3", "train2"]
-        assert max(r["depth"] for r in records) == lowest and {r["source"] for r in records} == {"root", "policy"}
+    monkeypatch.setattr(FakeEnv, "max_steps", own)
+    text = build("--no-expert", *flags)
+    assert tasks_of(text) == ["train5", "train4", "train3", "train2"]
+    assert max(node["depth"] for node in nodes_of(text)) == lowest
+    assert {node["source"] for node in nodes_of(text)} == {"root", "policy"}
+
+
+def test_trees_of_the_cloned_tasks_have_their_demonstrations(build, agent, tmp_path, capsys):
+    """In the order of the environment; of two demonstrations of a task that of the higher reward."""
+    ways = [("train3", "right", 0.5), ("train3", "left", 0.1), ("train1", "right", 1.0), ("test1", "right", 1.0)]
+    lines = []
+    for task, action, reward in ways:
+        lines.append({"task_id": task, "messages": shown(f"Action: {action}").state.dump(), "reward": reward})
+    expert = tmp_path / "mine.jsonl"
+    expert.write_text(dump(lines))
+    text = build("--tasks", "cloned", "--expert", str(expert))
+    assert tasks_of(text) == ["train1", "train3"]
+    shown_steps = [node["action"] for node in nodes_of(text) if node["expert"]]
+    assert shown_steps == ["Action: right"] * 2  # a step each, not the expert's way
+    with pytest.raises(UserError, match="no tasks are left"):  # its own demonstrations are not at hand
+        build("--tasks", "cloned", out="none.jsonl")
+    assert "its demonstrations are not at hand (--expert): the expert plays anew" in capsys.readouterr().err

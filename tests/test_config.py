@@ -13,13 +13,13 @@ import build_trees
 import q_search
 import sft
 import train_qnet
-from integrations import chat_agent
-from qlass import UserError, presets
+from qlass import UserError, models, presets
 from qlass.settings import Run
 
 STAGES = [sft, build_trees, bellman, train_qnet, q_search]
-NAMES = ("compare", "eto", "lookup", "ppo", "retry", "self_train", "tree_grpo", "tree_search")
+NAMES = ("compare", "eto", "ppo", "retry", "self_train", "tree_grpo", "tree_search")
 MODULES = [*STAGES, *(importlib.import_module(f"experiments.{name}") for name in NAMES)]
+
 
 @pytest.mark.parametrize(("stage", "flags"), [(q_search, ["-M", "-2"]), (bellman, ["--gamma", "nan"])])
 def test_a_number_is_not_negative(stage, flags):
@@ -44,6 +44,18 @@ def test_flags_of_every_kind():
     assert recipe["width"] == 2 and not {"limit", "device", "run", "preset", "overwrite", "out"} & recipe.keys()
 
 
+def test_a_device_without_what_is_needed_is_refused_and_one_without_bf16_takes_float32(monkeypatch, capsys):
+    with pytest.raises(UserError, match="--device mps: cpu and cuda are supported"):
+        settings_of(build_trees, "--device", "mps").recipe()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for capability, precision in ((7, 5), "float32"), ((8, 0), "bf16"):
+        models.has_bf16.cache_clear()
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_, pair=capability: pair)
+        assert settings_of(build_trees).recipe()["precision"] == precision
+    models.has_bf16.cache_clear()
+    assert capsys.readouterr().err.count("compute capability 7.5 has no bf16") == 1
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_help_begins_with_what_is_read_and_written(module, capsys):
     with pytest.raises(SystemExit):
@@ -59,8 +71,7 @@ VALUES = [  # which the published rows have
     ("webshop", build_trees, {"depth": 3, "rollouts": 6, "limit": 1000, "temperature": 1.5, "tasks": "new"}),
     ("webshop", bellman, {"gamma": 0.98}),
     ("webshop", train_qnet, {"epochs": 3, "patience": 3, "rank_weight": 4.0, "loss_on": "last", "max_tokens": 1024}),
-    ("webshop", q_search, {"skip": 400, "limit": 0, "split": "test", "M": (2,)}),
-    ("webshop", chat_agent, {"skip": 400, "limit": 0, "split": "test"}),  # the same tasks
+    ("webshop", q_search, {"skip": 0, "limit": 0, "split": "test", "M": (2,)}),  # no preset hides tasks
     ("alfworld", build_trees, {"depth": 8, "rollouts": 6, "limit": 600, "env_option": ("thoughts=false",)}),
     ("alfworld", train_qnet, {"epochs": 6, "patience": 6, "rank_weight": 0.0}),
     ("sciworld", sft, {"n_expert": 300, "epochs": 12, "batch": 4, "env_option": ("tasks=eto",)}),
@@ -106,5 +117,6 @@ def test_a_run_has_one_environment_seed_and_preset(tmp_path):
     for flags in (["--env", "webshop"], ["--env-option", "map=8x8"], ["--env-option", "slippery=true"]):
         with pytest.raises(UserError, match=rf"{tmp_path} is of frozenlake map=4x4: give another --run"):
             settings_of(build_trees, *run, *flags)
-    assert settings_of(q_search, *run, "--env", "webshop").env_option == ()  # a search may play elsewhere
+    with pytest.raises(UserError, match="give another --run"):
+        settings_of(q_search, *run, "--env", "webshop")
     assert settings_of(q_search, *run, "--env-option", "stray=0").env_option == ("map=4x4", "stray=0")

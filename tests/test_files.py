@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from fakes import WORLD, FakeEnv
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import q_search
@@ -66,6 +66,7 @@ def grow(path: Path, *words, share: tuple = ALONE, stop: int | None = None, task
 CALLS = st.tuples(st.sampled_from([ALONE, (0, 2), (1, 2), (2, 3)]), st.none() | st.integers(0, 3), st.integers(0, 400))
 
 
+@settings(max_examples=40)
 @given(st.lists(CALLS, max_size=5))
 @example([(ALONE, 3, len(WHOLE) - 1)])
 def test_stopped_at_any_byte_at_any_width_it_becomes_the_same_file(calls):
@@ -78,7 +79,8 @@ def test_stopped_at_any_byte_at_any_width_it_becomes_the_same_file(calls):
             if part.exists():
                 os.truncate(part, min(cut, part.stat().st_size))
         grow(path)
-        assert path.read_bytes() == WHOLE and len(list(path.parent.glob("[!.]*"))) == 2  # it and its metadata
+        beside = {outputs.meta_path(path).name, "run.json"}
+        assert path.read_bytes() == WHOLE and {file.name for file in path.parent.glob("[!.]*")} == {path.name, *beside}
         meta = outputs.meta_of(path)
         assert meta["tasks"] == TASKS and grow(path) == []
         assert grow(path, tasks=[*TASKS, "t4"]) == ["t4"]  # more tasks: what is there is not done again
@@ -116,22 +118,30 @@ def test_an_output_has_one_writer(tmp_path):
 
 def test_another_recipe_is_refused_and_runtime_flags_may_differ(tmp_path):
     path, sft, qnet = (tmp_path / name for name in ("x.jsonl", "sft", "qnet"))
-    sft.mkdir()
+    (sft / ".ipynb_checkpoints").mkdir(parents=True)
     (sft / "model.safetensors").write_text("1")
     grow(path, sft=sft, stop=2)
     qnet.write_text("which a method asks for now")
+    for name in ("README.md", "optimizer.pt", ".ipynb_checkpoints/config.json"):  # which loading does not read
+        (sft / name).write_text("no change")
     sft = sft.rename(tmp_path / "moved")  # an input is known by its content
     grow(path, "--limit", "9", "--device", "cpu", sft=sft, qnet=qnet)
     for words, inputs, says in (
-        (["--depth", "4"], {}, "depth 3, not 4: --overwrite starts again"),
-        (["--env-option", "data=x"], {}, r"env_option \[\], not \['data=x'\]"),
-        ([], {"qnet": tmp_path / "x.meta.json"}, "qnet .*, not "),
+        (["--depth", "4"], {}, "depth 3, not 4: another --out or --run keeps both"),
+        ([], {"qnet": tmp_path / "x.meta.json"}, "another qnet"),
     ):
         with pytest.raises(UserError, match=rf"x\.jsonl was begun with {says}"):
             begin(path, *words, **{"sft": sft, "qnet": qnet} | inputs)
     (sft / "model.safetensors").write_text("another")
-    with pytest.raises(UserError, match="begun with sft"):
+    with pytest.raises(UserError, match="begun with another sft"):
         begin(path, sft=sft, qnet=qnet)
+
+
+def test_an_input_of_another_environment_is_refused(tmp_path):
+    grow(tmp_path / "a" / "trees.jsonl", "--env", "frozenlake")
+    with pytest.raises(UserError, match=r"trees\.jsonl is of frozenlake, not of webshop: name another --trees"):
+        begin(tmp_path / "b" / "labels.jsonl", trees=tmp_path / "a" / "trees.jsonl")
+    assert not (tmp_path / "b" / "labels.meta.json").exists()
 
 
 def test_what_is_no_output_of_this_command_or_can_not_be_shared_is_refused(tmp_path):
@@ -152,7 +162,7 @@ def test_a_file_or_a_checkpoint_is_replaced_as_a_whole(tmp_path):
     file, folder = tmp_path / "x.jsonl", tmp_path / "sft"
     lines = [{"a": "✓ é\n\u2028", "b": None}, {"task_id": "007", "more": [1, 2.5]}]
     for text in ("old", "new"):
-        outputs.write_jsonl(file, lines[text == "old" :])
+        outputs.write_jsonl(file, lines if text == "new" else [])
         with outputs.atomic(folder) as draft:
             draft.mkdir()
             (draft / "config.json").write_text(text)
@@ -170,19 +180,27 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
         assert argv == ["--run", str(tmp_path), "--env", "webshop", "--seed", "1"]
         grow(labels, trees=tmp_path / "trees.jsonl")
 
+    def find(named: Path | None = None, config: Stage = config) -> str:
+        """What is said on the way."""
+        assert find_or_make(named, "bellman", "q_labels.jsonl", config) == labels
+        return "".join(capsys.readouterr())
+
     monkeypatch.setattr("bellman.main", make)
-    with pytest.raises(UserError, match="no such file"):
-        find_or_make(tmp_path / "named", "bellman", "q_labels.jsonl", config)
+    with pytest.raises(UserError, match="named: no such file"):
+        find(tmp_path / "named")
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UserError, match=f"rnu: no such run: {tmp_path}?"):  # a typo begins nothing
+        find(config=dataclasses.replace(config, run=tmp_path.with_name(tmp_path.name + "rnu")))
+    (tmp_path / "run.json").unlink()
     (tmp_path / "trees.jsonl").write_text("1")
-    assert find_or_make(None, "bellman", "q_labels.jsonl", config) == labels
-    assert "is missing: making it with python bellman.py --run" in capsys.readouterr().out
-    assert find_or_make(None, "bellman", "q_labels.jsonl", config) == labels and not capsys.readouterr().err
+    assert "is missing: making it with python bellman.py --run" in find()
+    assert not find()
     (tmp_path / "trees.jsonl").write_text("2")
-    assert find_or_make(None, "bellman", "q_labels.jsonl", config) == labels
-    assert f"{labels} was made from another {tmp_path / 'trees.jsonl'} than there is now" in capsys.readouterr().err
+    assert f"{labels} was made from another {tmp_path / 'trees.jsonl'} than there is now" in find()
 
 
 # ----------------------------------------------------------------------- a run: its environment, its data, its inputs
+
 
 class Filed(FakeEnv):
     def __init__(self, data: str, **options):
@@ -193,21 +211,24 @@ def test_other_data_and_another_precision_are_refused(tmp_path, agent, monkeypat
     world = tmp_path / "data" / "world.json"
     world.parent.mkdir()
     world.write_text(json.dumps(WORLD))
-    play = ["--run", str(tmp_path), "--sft", str(agent), "--method", "greedy", "--limit"]
-    q_search.main([*play, "1", "--env", "test_files:Filed", "--env-option", f"data={world.parent}"])
-    line = json.loads((tmp_path / "results.jsonl").read_text())
-    assert line["env"] == "fake"  # the name of the class that it is derived from
+    run = ["--run", str(tmp_path), "--sft", str(agent), "--method", "greedy"]
+    first = ["--env", "test_files:Filed", "--env-option", f"data={world.parent}"]
+
+    def play(limit: int, *more: str) -> None:
+        q_search.main([*run, "--limit", str(limit), *more])
+
+    play(1, *first)
     os.utime(world, (1, 1))  # the same content at another time
-    q_search.main([*play, "2", "--env", "test_files:Filed", "--env-option", f"data={world.parent}"])
+    play(2, *first)
     with monkeypatch.context() as patch, pytest.raises(UserError, match="begun with env_version 0, not 1"):
         patch.setattr(Filed, "version", "1")
-        q_search.main([*play, "3"])
+        play(3)
     with pytest.raises(UserError, match="begun with precision float32, not bf16"):  # as on a GPU
-        q_search.main([*play, "3", "--precision", "bf16"])
+        play(3, "--precision", "bf16")
     world.write_text(json.dumps(WORLD).replace("0.5", "0.75"))  # of another size
     with pytest.raises(UserError, match=r"results.jsonl was begun with env_files {'data': "):
-        q_search.main([*play, "3"])
-    q_search.main([*play, "3", "--overwrite"])
+        play(3)
+    play(3, "--overwrite")
 
 
 def test_inputs_move_with_their_run_and_what_changed_is_told(tmp_path):

@@ -1,7 +1,6 @@
 """Algorithm 4 and its baselines on a written world: who takes which path with which Q, and what it costs."""
 
 import itertools
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from q_search import Method
 from qlass import UserError, models
 from qlass.batching import Sample, Score
 from qlass.messages import parse_action
-from qlass.outputs import input_of
+from qlass.results import tell_unknown
 from reporting.show import bar, show
 
 CHAT, stage = word_chat(), q_search
@@ -170,28 +169,32 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
             return Script({}, "left")(request)
         return Script(BOTH if request.key[0] in ("test2", "test3") else {(): "left right"}, "left")(request)
 
-    config = SimpleNamespace(show=True, in_flight=None, split="test")
-    models = {Sample: lambda asked: list(map(draw, asked)), Score: lambda asked: list(map(true_q, asked))}
-    env, qlass = FakeEnv(), Method("qlass", "q", M=2)
-    show(config, env, env.task_ids("test"), [qlass], CHAT, models)
-    first, _, _, task, *shown = capsys.readouterr().out.splitlines()
-    assert first.startswith("Task test2. The 2 test tasks before it are not shown: they have fewer than 3 steps")
-    taken = [line for line in shown if line.startswith("  > ")]
-    assert task == "find the purse" and taken[0].startswith("  > right  █")
-    assert shown[-5:] == [
-        "qlass M=2: reward 1 after 3 steps",
-        "There was a choice in 3 of 3 steps: steps 1, 2, 3.",
-        "The agent alone, greedy, earns 0 after 2 steps. The ways part at step 1, from where greedy goes on",
-        "with left, left.",
-        "",
-    ]
-    show(config, env, ["test0", "test1"], [qlass, GREEDY], CHAT, models)
-    text = capsys.readouterr().out
+    def printed(tasks: list[str]) -> str:
+        models = {Sample: lambda asked: list(map(draw, asked)), Score: lambda asked: list(map(true_q, asked))}
+        config = SimpleNamespace(show=True, in_flight=None, split="test")
+        show(config, FakeEnv(), tasks, [Method("qlass", "q", M=2)], CHAT, models)
+        return capsys.readouterr().out
+
+    text = printed(FakeEnv().task_ids("test"))
+    assert text.startswith("Task test2. The 2 test tasks before it are not shown: they have fewer than 3 steps")
+    assert "\nfind the purse\n" in text and "\n  > right  █" in text
+    assert "qlass M=2: reward 1 after 3 steps\nThere was a choice in 3 of 3 steps: steps 1, 2, 3.\n" in text
+    assert "The agent alone, greedy, earns 0 after 2 steps. The ways part at step 1" in text
+    text = printed(["test0", "test1"])
     assert text.startswith("Task test0. None of the first 2 test tasks has 3 steps in which there was a choice;")
     assert "There was a choice in 1 of 2 steps: step 1. In the others all samples were one action." in text
-    assert "greedy: reward 0 after 2 steps\n\n" in text and not list(Path().iterdir())
+    assert not list(Path().iterdir())
     lengths = [bar(score, scores).count("█") for scores in ([-3.0, -1.0, 1.0], [0.5], [None]) for score in scores]
     assert lengths == [1, 12, 24, 24, 0]
+
+
+def test_actions_that_the_environment_never_knew_are_told(capsys):
+    known = {"unknown_actions": 1, "n_steps": 2, "steps": [{"action": "go"}] * 2}
+    lost = {"unknown_actions": 2, "n_steps": 2, "steps": [{"action": "**go**"}] * 2}
+    tell_unknown([known])
+    assert not capsys.readouterr().err
+    tell_unknown([known, lost])
+    assert "in 1 of 2 results no action is known, such as '**go**'" in capsys.readouterr().err
 
 
 def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search):
@@ -200,6 +203,13 @@ def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search):
     assert [r["task_id"] for r in first] == every[:2]
     both = search("--method", "greedy", "--skip", "2", "--limit", "0")
     assert [r["task_id"] for r in both] == every and both[:2] == first
+
+
+def test_a_field_of_a_result_has_one_type_in_all_lines(search):
+    """HuggingFace's datasets can't read a column that is null first and text later."""
+    lines = search("--method", "greedy", "best_of_n", "qlass", "-N", "2")
+    kinds = {(name, type(value)) for line in lines for name, value in line.items()}
+    assert len(kinds) == len({name for name, _ in kinds})
 
 
 def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted(search, monkeypatch):
@@ -220,15 +230,3 @@ def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted
         assert r["cut_prompts"] == r["n_steps"] - 1
         assert r["tokens"]["prompt"] == 9 + sum([11, 12][: r["n_steps"] - 1])
     assert any(r["cut_prompts"] for r in records)
-
-
-def test_a_retrained_qnet_does_not_go_on_with_the_old_ones_lines(search, tmp_path, value_net):
-    search("--method", "greedy", "--qnet", str(tmp_path / "qnet"))  # there is none yet
-    copy = shutil.copytree(value_net, tmp_path / "qnet")
-    assert {line["method"] for line in search("--qnet", str(copy))} == {"greedy", "qlass"}
-    assert {line["method"] for line in search("--method", "sample")} == {"greedy", "qlass", "sample"}
-    results = tmp_path / "results.jsonl"
-    assert input_of(results, "qnet").samefile(copy)  # which the last call did not need
-    (copy / "head.safetensors").write_bytes((copy / "head.safetensors").read_bytes()[:-1] + b"?")
-    with pytest.raises(UserError, match="begun with qnet"):
-        search("--qnet", str(copy))

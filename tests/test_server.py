@@ -1,59 +1,35 @@
-"""Sampling and scoring on a server: against a fake one that fails, stalls and lies."""
+"""The agent or QNet on a server: against a fake one that is busy, fails, lies, or has other weights."""
 
-import base64
-import json
 import math
+import shutil
+import signal
+import threading
 import time
-from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from fakes import save_agent, serving, settings_of, tiny_backbone, tiny_lm, word_chat
+from fakes import FakeServer, completion, save_agent, settings_of, tiny_backbone, tiny_lm, word_chat
 
 import q_search
 from qlass import UserError
 from qlass.batching import LogProb, Sample, Score
 from qlass.messages import State
-from qlass.outputs import meta_path, write_json
+from qlass.outputs import meta_of, meta_path, read_jsonl, sha256, write_json
 from qlass.policy import QUESTION, Policy, load_agent
-from qlass.served import ServedPolicy, ServedQNet, Server
+from qlass.served import TRIES, ServedPolicy, ServedQNet, Server
 from qlass.settings import Sampling
 from train_qnet import QNet
 
 CHAT = word_chat(temperature=0.8)
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
 LENGTH = len(CHAT.prompt(STATE))
+NET = QNet(tiny_backbone(CHAT), CHAT, hidden=8).eval()
 
 
 def request(n: int = 1, key: tuple = ("t", 0)) -> Sample:
     return Sample(STATE, n, key, 0.8)
-
-
-def choice(text: str, end: str | None = "stop", read: int = LENGTH, written: int = 3, **more) -> dict:
-    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    reply = {"id": "x", "object": "text_completion", "created": 0, "model": "first", "usage": usage}
-    return reply | {"choices": [{"index": 0, "text": text, "finish_reason": end} | more]}
-
-
-def well(body: dict) -> dict:
-    """A reply with which nothing is wrong."""
-    return choice(f"Action: left {body.get('seed')}", read=len(body["prompt"]))
-
-
-class Fake:
-    """Answers by its script (functions of a body, statuses, replies), else `well`."""
-
-    def __init__(self) -> None:
-        self.script, self.seen, self.models = [], [], [{"id": "first"}]
-
-    def answer(self, body: dict) -> tuple:
-        self.seen.append(body)
-        turn = self.script.pop(0) if self.script else well
-        turn = turn(body) if callable(turn) else turn
-        return (turn, {"error": {"message": "no"}}) if isinstance(turn, int) else (200, turn)
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +42,7 @@ def pauses(monkeypatch):
 
 @pytest.fixture
 def fake():
-    server = Fake()
-    with serving(server.answer, server.models) as server.url:
+    with FakeServer(tiny_lm(CHAT), NET) as server:
         yield server
 
 
@@ -76,12 +51,30 @@ def sft(tmp_path):
     return save_agent(tmp_path / "sft", temperature=0.8)
 
 
+@pytest.fixture
+def qnet(tmp_path):
+    folder = tmp_path / "qnet"
+    folder.mkdir()
+    NET.save_pretrained(folder)
+    return folder
+
+
+def agent_on(fake: FakeServer, sft: Path, **settings: Any) -> ServedPolicy:
+    """The agent, behind the question that tells whether the server has its weights."""
+    policy = ServedPolicy(sft, Sampling(server=fake.url, **settings))
+    fake.seen.clear()
+    return policy
+
+
 def texts(policy: ServedPolicy, *requests: Sample) -> list[str]:
     return [c.text for drawn in policy.sample(list(requests)) for c in drawn]
 
 
+# ------------------------------------------------------------------------------------------------------ what is asked
+
+
 def test_a_candidate_is_one_completion_of_token_ids(fake, sft):
-    policy = ServedPolicy(sft, Sampling(server=fake.url))
+    policy = agent_on(fake, sft)
     (drawn,) = policy.sample([request(3)])
     assert len(fake.seen) == len(drawn) == 3 and policy.computed == 3 * (LENGTH + 3)
     assert all((c.tokens, math.isnan(c.logprob)) == (3, True) for c in drawn)
@@ -89,92 +82,204 @@ def test_a_candidate_is_one_completion_of_token_ids(fake, sft):
     for body in fake.seen:
         assert f"Action: left {body.pop('seed')}" in first
         assert body == {
-            **{"model": "first", "prompt": CHAT.prompt(STATE), "max_tokens": CHAT.rendering.max_new_tokens},
-            **{"temperature": 0.8, "stop": [], "stop_token_ids": [CHAT.stop_id]},
+            "model": "first",
+            "prompt": CHAT.prompt(STATE),
+            "max_tokens": CHAT.rendering.max_new_tokens,
+            "temperature": 0.8,
+            "stop": [],
+            "stop_token_ids": [CHAT.stop_id],
         }
     assert len(set(first)) == 3 and texts(policy, request(2)) == first[:2]
-    other = ServedPolicy(sft, Sampling(server=fake.url, seed=1))
+    other = agent_on(fake, sft, seed=1)
     assert not {*texts(other, request(3)), *texts(policy, request(3, ("t", 1)))} & set(first)
     several = [request(1, ("t", i)) for i in range(24)]  # under way at once, and answered in order
     assert texts(policy, *several) == [texts(policy, r)[0] for r in several]
 
 
-def logprobs_of(model: Any, body: dict) -> dict:
-    """vLLM's reply to a question for the log-probabilities of a prompt."""
-    first, *ids = body["prompt"]
-    logp = Policy(model, CHAT).logits([first], ids).log_softmax(-1)
-    rows = [{str(token): {"logprob": float(row[token])}} for row, token in zip(logp, ids, strict=True)]
-    return choice("x", "length", 1 + len(ids), 1, prompt_logprobs=[None, *rows])
+def test_an_action_ends_where_a_stop_text_stands_and_flags_reach_the_server(fake, tmp_path):
+    sft = save_agent(tmp_path / "sft", stop=("\nObservation:", "\nTask:"))
+    flags = ["--sft", str(sft), "--server", f"{fake.url}#second", "--max-new-tokens", "7", "--temperature", "0.5"]
+    policy = load_agent(sft, settings_of(q_search, *flags))
+    fake.seen.clear()
+    for end in ("", "\nObservation: you win", "\nTask: another"):
+        fake.script += [completion(f"Action: left{end}", read=LENGTH)]
+        assert texts(policy, request()) == ["Action: left"]
+    body = fake.seen[0]
+    assert (body["model"], body["max_tokens"], body["stop"]) == ("second", 7, ["\nObservation:", "\nTask:"])
+    assert policy.chat.rendering.temperature == 0.5 and policy.chat.context == 4096
 
 
 def test_the_log_probability_of_a_text_is_the_local_agents(fake, sft):
-    local, policy = Policy(tiny_lm(CHAT), CHAT), ServedPolicy(sft, Sampling(server=fake.url))
-    fake.script += [partial(logprobs_of, local.model)] * 3
+    local, policy = Policy(fake.model, CHAT), agent_on(fake, sft)
     asked = [LogProb(STATE, ("Action: left", "Action: right")), LogProb(STATE, ("Action: walk",))]
     for mine, theirs in zip(policy.likelihoods(asked), local.likelihoods(asked), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
-
-
-@pytest.mark.parametrize(("seed", "told"), [(0, False), (1, True)])
-def test_a_server_of_other_weights_than_the_checkpoints_is_told(fake, sft, seed, told):
-    write_json(meta_path(sft), {"fingerprint": Policy(tiny_lm(CHAT), CHAT).likelihoods([QUESTION])[0]})
-    fake.script += [partial(logprobs_of, tiny_lm(CHAT, seed))] * 2
-    config, refused = settings_of(q_search, "--sft", str(sft), "--server", fake.url), ""
-    try:
-        load_agent(sft, config)
-    except UserError as error:
-        refused = str(error)
-    assert ("has other weights than" in refused) == told
-
-
-FAULTS = [  # no text may come from these
-    choice("Action: left", read=3),  # a short context, or another model
-    choice("", None),  # not finished
-    404,
-]
-
-
-@pytest.mark.parametrize("reply", FAULTS)
-def test_a_reply_that_is_none_stops_the_run(fake, sft, pauses, reply):
-    policy = ServedPolicy(sft, Sampling(server=fake.url))
-    fake.script += [reply]
-    with pytest.raises(UserError, match=fake.url) as error:
-        policy.sample([request()])
-    assert len(fake.seen) == 1 and not pauses and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_server_that_is_busy_is_waited_for(fake, sft, pauses, status):
-    policy = ServedPolicy(sft, Sampling(server=fake.url))
-    fake.script += [status] * 5
-    assert len(texts(policy, request())) == 1 and len(fake.seen) == 6 and len(pauses) == 5
 
 
 def test_an_agent_that_chooses_is_not_served(fake, tmp_path):
     sft = save_agent(tmp_path / "sft", candidates="valid")
     with pytest.raises(UserError, match="chooses by probabilities"):
         ServedPolicy(sft, Sampling(server=fake.url))
-    assert Server(f"{fake.url}#second").model == "second"
 
 
-def test_a_served_qnet_gives_the_local_values(fake, tmp_path):
-    net = QNet(tiny_backbone(CHAT), CHAT, hidden=8).eval()
-    (tmp_path / "qnet").mkdir()
-    net.save_pretrained(tmp_path / "qnet")
+# ---------------------------------------------------------------------------------- busy, away, lying, of other weights
 
-    def values(body: dict, **lie) -> dict:
-        with torch.inference_mode():
-            numbers = [float(net(input_ids=torch.tensor([ids]))[0, -1]) for ids in body["input"]]
-        floats = [base64.b64encode(np.array([value], "<f4").tobytes()).decode() for value in numbers]
-        data = [{"object": "embedding", "index": i, "embedding": text} for i, text in enumerate(floats)][::-1]
-        read = sum(map(len, body["input"]))
-        usage = {"prompt_tokens": read, "total_tokens": read} | lie
-        return {"object": "list", "data": data, "model": body["model"], "usage": usage}
+FAULTS = [  # no text may come from these
+    completion("Action: left", read=3),  # a short context, or another model
+    completion("", None, LENGTH),  # not finished
+    completion("", "content_filter", LENGTH),
+    404,
+    400,
+]
 
-    served = ServedQNet(f"{fake.url}#{tmp_path / 'qnet'}", Sampling())
+
+@pytest.mark.parametrize("reply", FAULTS)
+def test_a_reply_that_is_none_stops_the_run(fake, sft, pauses, reply):
+    policy = agent_on(fake, sft)
+    fake.script += [reply]
+    with pytest.raises(UserError, match=fake.url) as error:
+        policy.sample([request()])
+    assert len(fake.seen) == 1 and not pauses and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("failure", [429, 503, 0])
+def test_a_server_that_is_busy_or_away_is_waited_for(fake, sft, pauses, failure):
+    policy = agent_on(fake, sft)
+    first = texts(policy, request())
+    fake.script += [failure] * 5
+    assert texts(policy, request()) == first and len(fake.seen) == 7 and len(pauses) == 5
+    fake.script += [failure] * (TRIES + 1)
+    with pytest.raises(UserError, match=fake.url) as error:
+        policy.sample([request()])
+    assert not fake.script and 400 < sum(pauses[5:]) < 660 and "\n" not in str(error.value)
+
+
+def test_nobody_there_is_told_in_one_line(pauses):
+    with pytest.raises(UserError, match=r"^http://127.0.0.1:9/v1: Connection error") as error:
+        Server("http://127.0.0.1:9/v1")
+    assert len(pauses) == TRIES and "\n" not in str(error.value)
+
+
+def test_ctrl_c_stops_at_once(fake, sft):
+    """Also where a reply never comes and others wait."""
+    end = threading.Event()
+
+    def stall(body: dict) -> int:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        end.wait(20)
+        return 503
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
+    policy = agent_on(fake, sft)
+    fake.script += [503, 503, stall]
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        policy.sample([request(4)])
+    assert time.monotonic() - start < 5
+    end.set()
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_that_its_server_stopped_goes_on_where_it_was(fake, sft, fake_world, tmp_path):
+    """The same command, and the same lines as of a server that never failed."""
+
+    def search(out: str) -> list[dict]:
+        flags = ["--run", str(tmp_path), "--sft", str(sft), "--server", fake.url, "--method", "sample", "--limit", "3"]
+        q_search.main([*flags, "--skip", "0", "--in-flight", "1", "--out", str(tmp_path / out)])
+        return [line | {"seconds": 0} for line in read_jsonl(tmp_path / out)]
+
+    whole = search("whole.jsonl")
+    asked = len(fake.seen)
+    fake.script += [fake.well] * (asked // 2) + [404]
+    with pytest.raises(UserError, match=fake.url):
+        search("stopped.jsonl")
+    assert search("stopped.jsonl") == whole
+    assert len(fake.seen) < 3 * asked  # finished tasks are not asked for again
+
+
+@pytest.mark.parametrize(("seed", "bits", "told"), [(0, (), False), (1, (), True), (1, ("--load-in", "8bit"), False)])
+def test_a_server_of_other_weights_than_the_checkpoints_is_told(fake, sft, seed, bits, told, capsys):
+    """By how much they differ is always said; weights in few bits may differ by more."""
+    write_json(meta_path(sft), {"fingerprint": Policy(fake.model, CHAT).likelihoods([QUESTION])[0]})
+    fake.model, refused = tiny_lm(CHAT, seed, initializer_range=0.1 if bits else 0.3), ""
+    try:
+        load_agent(sft, settings_of(q_search, "--sft", str(sft), "--server", fake.url, *bits))
+    except UserError as error:
+        refused = str(error)
+    assert ("other weights" in refused) == told
+    assert f"a fixed text differs by {'' if seed else '0.000'}" in refused + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reply", [completion("x", "length", written=1), completion("x", prompt_logprobs=None)])
+def test_a_server_that_tells_no_log_probabilities_writes_and_is_no_judge(fake, sft, reply, capsys):
+    """As SGLang: whether it has the agent's weights can't be known."""
+    write_json(meta_path(sft), {"fingerprint": [-1.0, -2.0]})
+
+    def silent(body: dict) -> dict:
+        reply["usage"]["prompt_tokens"] = len(body["prompt"])
+        return reply
+
+    fake.script += [silent] * 2
+    policy = agent_on(fake, sft)
+    assert f"whether it has the weights of {sft} is not known" in capsys.readouterr().err
+    assert texts(policy, request())
+    fake.script += [silent]
+    with pytest.raises(UserError, match="tells no log-probabilities of a prompt"):
+        policy.likelihoods([LogProb(STATE, ("Action: left",))])
+
+
+# ------------------------------------------------------------------------------------------------------- a served QNet
+
+
+def test_a_served_qnet_gives_the_local_values_and_no_others(fake, qnet):
+    served = ServedQNet(f"{fake.url}#{qnet}", Sampling())
+    fake.seen.clear()
     siblings = Score(STATE, ("Action: left", "Action: right", "Thought: hm Action: left"))
-    fake.script += [values, partial(values, prompt_tokens=7)]
-    assert served.score([siblings])[0] == pytest.approx(net.score([siblings])[0], abs=1e-5)
-    with pytest.raises(UserError, match="reads"):
-        served.score([siblings])
-    assert json.dumps(fake.seen[0]["input"])
+    assert served.score([siblings])[0] == pytest.approx(NET.score([siblings])[0], abs=1e-5)
+    assert len(fake.seen) == 1  # siblings are one call
+
+    def lie(body: dict, **more: Any) -> dict:
+        return fake.embeddings(body) | more
+
+    def not_finite(body: dict) -> dict:
+        reply = fake.embeddings(body)
+        for entry in reply["data"]:
+            entry["embedding"] = "AACAfw=="  # inf
+        return reply
+
+    fake.script += [lambda body: lie(body, usage={"prompt_tokens": 7, "total_tokens": 7}), not_finite]
+    for _ in range(2):
+        with pytest.raises(UserError, match="reads"):
+            served.score([siblings])
+
+
+def test_a_search_by_a_served_qnet_is_the_local_one(fake, qnet, sft, fake_world, tmp_path):
+    fake.models[:] = [{"id": str(qnet)}]
+    fake.script += [503]
+
+    def search(qnet: object, out: str) -> list[dict]:
+        flags = ["--run", str(tmp_path), "--sft", str(sft), "--out", str(tmp_path / out), "--limit", "3"]
+        q_search.main([*flags, "--skip", "0", "--qnet", str(qnet)])
+        return [line | {"seconds": 0} for line in read_jsonl(tmp_path / out)]
+
+    local = search(qnet, "local.jsonl")
+    assert search(fake.url, "served.jsonl") == local
+    assert meta_of(tmp_path / "served.jsonl")["recipe"]["qnet"] == sha256(qnet)
+    elsewhere = Path(shutil.move(qnet, tmp_path / "elsewhere"))
+    with pytest.raises(UserError, match=str(qnet)):  # its folder is needed here, for its tokenizer
+        search(fake.url, "more.jsonl")
+    fake.models[:] = [{"id": str(elsewhere)}]
+    mark = NET.score([QUESTION])[0]
+    write_json(meta_path(elsewhere), {"fingerprint": mark, "recipe": {}, "inputs": {}})
+    assert search(fake.url, "known.jsonl") == local
+    write_json(meta_path(elsewhere), {"fingerprint": [mark[0] + 0.1, mark[1]], "recipe": {}, "inputs": {}})
+    with pytest.raises(UserError, match=r"differs by 0\.100 .*other weights"):
+        search(fake.url, "other.jsonl")
+
+
+def test_which_model_is_meant(fake):
+    assert Server(fake.url).model == "first" and Server(f"{fake.url}#second").model == "second"
+    for names in ([], ["first", "second"]):
+        fake.models[:] = [{"id": name} for name in names]
+        with pytest.raises(UserError, match=f"{fake.url}: name one of its models, URL#MODEL: {', '.join(names)}"):
+            Server(fake.url)

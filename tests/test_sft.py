@@ -15,12 +15,12 @@ from fakes import FakeEnv, settings_of, tiny_lm, word_chat
 import q_search
 import sft
 from experiments import clone_answers
-from qlass import demonstrations
+from qlass import UserError, demonstrations
 from qlass.chat import Rendering
-from qlass.outputs import read_jsonl
-from qlass.messages import State
-from qlass.policy import QUESTION, Policy, load_agent, load_policy
 from qlass.demonstrations import Demonstration, read
+from qlass.messages import State
+from qlass.outputs import meta_of, read_json, read_jsonl
+from qlass.policy import QUESTION, Policy, load_agent
 from qlass.tiny import AIDS, MARK
 from qlass.training import Training, cosine
 
@@ -105,7 +105,8 @@ def test_every_twentieth_task_is_held_out():
 
     expert = shown(*(played(task, trial) for task in range(400) for trial in range(2)))
     learned, held_out = sft.hold_out(expert)
-    assert held_out == shown(*(played(task, trial) for task in range(0, 400, 20) for trial in range(2)))
+    every_twentieth = [played(task, trial) for task in range(0, 400, 20) for trial in range(2)]
+    assert held_out == shown(*every_twentieth)
     assert learned == [demonstration for demonstration in expert if demonstration not in held_out]
     assert sft.hold_out(expert[:126]) == (expert[:126], [])  # too few to spare any
 
@@ -140,63 +141,139 @@ def test_a_demonstration_ends_with_the_experts_last_action():
     assert record == about | {"messages": record["messages"]}
 
 
-def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world):
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def clone(tmp_path, agent, fake_world):
+    """Runs stage 1 on a copy of the agent, RUN/model; returns the agent's Chat, and the environment that it plays."""
+    shutil.copytree(agent, tmp_path / "model", ignore=shutil.ignore_patterns(Rendering.FILE))
     run = ["--env", "frozenlake", "--run", str(tmp_path)]
-    sft.main([*run, "--epochs", "1", "--batch", "1", "--n-expert", "4"])
-    chat = load_policy(tmp_path / "sft", settings_of(q_search, *run)).chat
-    assert chat.rendering == Rendering(**AIDS, agreement="OK")
-    state = State(STATE.messages[:3], "find the purse").then(
-        "Thought: the purse\nAction: left", "Observation: the purse"
-    )
-    text = chat.tokenizer.decode(chat.prompt(state))
+
+    def command(*more: str, out: str = "sft", play: tuple[str, ...] = ()) -> tuple:
+        model = [] if "--model" in more else ["--model", str(tmp_path / "model")]
+        sft.main([*run, *model, "--epochs", "1", "--out", str(tmp_path / out), *more])
+        env = FakeEnv()
+        return load_agent(tmp_path / out, settings_of(q_search, *run, *play), env), env
+
+    return command
+
+
+def as_saved(**rendering: object) -> dict:
+    return json.loads(json.dumps(vars(Rendering(**rendering))))
+
+
+def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone, tmp_path):
+    chat = clone("--model", "tiny", "--batch", "1", "--n-expert", "4")[0].chat
+    assert read_json(tmp_path / "sft" / "policy.json") == as_saved(**AIDS, agreement="OK")
+    state = State(STATE.messages[:3], "find the purse")
+    state = state.then("Thought: the purse\nAction: left", "Observation: the purse")
     # The mark and what the byte pairs have joined; no instruction.
-    assert text == f"<user>you stand\nThought: the{MARK} purse\nAction: left<end><user>Observation: the{MARK} purse\n"
+    text = f"<user>you stand\nThought: the{MARK} purse\nAction: left<end><user>Observation: the{MARK} purse\n"
+    assert chat.tokenizer.decode(chat.prompt(state)) == text
     action = "Thought: a , b ½ .\nAction: click[12.5  two spaces]"
     assert chat.text(chat.action(action, "x y")) == action
-    meta = json.loads((tmp_path / "sft.meta.json").read_text())
+    meta = meta_of(tmp_path / "sft")
     assert len(meta["tasks"]) == 4 and meta["steps"] == 4
 
 
-def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, agent, fake_world):
+def test_the_first_messages_at_inference_are_those_that_were_cloned(clone, tmp_path):
     """A named model keeps its tokenizer."""
-    (tmp_path / "expert.json").write_text("\ufeff" + json.dumps([ETO] * 3))
-    model = shutil.copytree(agent, tmp_path / "model", ignore=shutil.ignore_patterns(Rendering.FILE))
-    run = ["--env", "frozenlake", "--run", str(tmp_path)]
-    sft.main([*run, "--model", str(model), "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
+    expert = tmp_path / "eto.json"
+    expert.write_text("\ufeff" + json.dumps([ETO] * 3))
+    policy, env = clone("--expert", str(expert))
     assert not (tmp_path / "expert.jsonl").exists()
-    env = FakeEnv()
-    policy = load_agent(tmp_path / "sft", settings_of(q_search, *run), env)
-    fingerprint = json.loads((tmp_path / "sft.meta.json").read_text())["fingerprint"]
+    fingerprint = meta_of(tmp_path / "sft")["fingerprint"]
     assert fingerprint == pytest.approx(policy.likelihoods([QUESTION])[0], abs=1e-3) and len(set(fingerprint)) == 2
-    assert policy.chat.rendering == Rendering(instruction="You are shopping.", agreement="OK")
-    cloned = read(tmp_path / "expert.json", FakeEnv())[0]
+    saved = read_json(tmp_path / "sft" / "policy.json")
+    assert saved == as_saved(instruction="You are shopping.", agreement="OK")
+    cloned = read(expert, FakeEnv())[0]
     state = State.first(env, *env.reset())
     assert cloned.state.messages[:2] == state.messages[:2] == (("user", "You are shopping."), ("assistant", "OK"))
-    other = FakeEnv()
-    load_agent(tmp_path / "sft", settings_of(q_search, *run, "--env-option=instruction=FILE"), other)
+    _, other = clone("--expert", str(expert), play=("--env-option=instruction=FILE",))
     assert other.instruction == "walk"
 
 
-def test_a_smaller_number_of_demonstrations_is_of_the_first(tmp_path, agent, fake_world, capsys):
+def test_first_messages_are_not_those_of_the_checkpoint_that_is_cloned_on(clone, tmp_path):
+    Rendering(instruction="Swim.", agreement="Oh").save(tmp_path / "model")
+    _, env = clone("--n-expert", "2")
+    assert (env.instruction, env.agreement) == ("walk", "OK")
+
+
+def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, capsys):
     """Though the file of more of them is complete."""
-    run = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(agent), "--epochs", "1"]
-    sft.main([*run, "--n-expert", "9"])  # the environment has six tasks
-    sft.main([*run, "--n-expert", "2", "--out", str(tmp_path / "two")])
+    clone("--n-expert", "9")  # the environment has six tasks
+    clone("--n-expert", "2", out="two")
     assert f"{tmp_path / 'sft'}: 6 trajectories" in capsys.readouterr().out
-    meta = json.loads((tmp_path / "two.meta.json").read_text())
-    assert meta["tasks"] == ["train0", "train1"]
+    assert meta_of(tmp_path / "two")["tasks"] == ["train0", "train1"]
     assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == FakeEnv().task_ids("train")
 
 
-def test_first_messages_are_not_those_of_the_checkpoint_that_is_cloned_on(tmp_path, agent, fake_world):
-    model = shutil.copytree(agent, tmp_path / "model")
-    policy = json.loads((model / "policy.json").read_text())
-    policy |= {"instruction": "Swim.", "agreement": "Oh"}
-    (model / "policy.json").write_text(json.dumps(policy))
-    run = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(model), "--epochs", "1", "--n-expert", "2"]
-    sft.main(run)
-    cloned = json.loads((tmp_path / "sft" / "policy.json").read_text())
-    assert [cloned[name] for name in ("instruction", "agreement")] == [None, "OK"]
+def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, monkeypatch):
+    """A training that was stopped goes on from the same weights, wherever they are, and from no others."""
+    name, here, there = "org/model", tmp_path / "model", tmp_path / "there"
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda asked, **_: str({name: here}[asked]))
+
+    def train(model: object) -> None:
+        if (tmp_path / "sft").exists():
+            (tmp_path / "sft").rename(tmp_path / "sft.partial")  # as one that was stopped
+        clone("--model", str(model), "--n-expert", "3")
+
+    train(name)
+    train(shutil.copytree(here, there))
+    (tmp_path / "sft").rename(tmp_path / "sft.partial")
+    tiny_lm(CHAT, 1).save_pretrained(here)
+    for other in (here, name):  # trained again, or a hub's main that has moved on
+        with pytest.raises(UserError, match="begun with another model"):
+            train(other)
+    train(there)
+
+
+def test_the_demonstrations_of_a_checkpoint_move_with_its_run(clone, tmp_path):
+    expert = tmp_path / "elsewhere" / "eto.json"
+    expert.parent.mkdir()
+    expert.write_text(json.dumps([ETO] * 3))
+    clone("--expert", str(expert), "--n-expert", "2", out="run/sft")
+    shutil.rmtree(expert.parent)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    path, given = demonstrations.demonstrations_of(tmp_path / "moved" / "sft")
+    assert given == 2 and len(read(path, FakeEnv())) == 3
+
+
+def test_of_actions_behind_which_the_turn_ends_the_share_by_hand(monkeypatch):
+    """OK, left, right: behind one of them the end is the likeliest token."""
+    model, whole = tiny_lm(CHAT), sft.example_of(CHAT, STATE, 100)
+    likely = [CHAT.stop_id if i == 12 else 7 for i in range(22)]  # behind each token; 12 is left
+    logits = torch.nn.functional.one_hot(torch.tensor([likely])).float()
+    monkeypatch.setattr(model, "forward", lambda **_: SimpleNamespace(logits=logits))
+    assert sft.end_share(model, [whole, whole], CHAT.stop_id) == pytest.approx(1 / 3)
+
+
+def test_an_agent_that_has_not_learned_to_end_its_turns_is_told(clone, tmp_path, capsys):
+    clone("--n-expert", "2")
+    assert "its texts will run on" in capsys.readouterr().err
+    clone("--n-expert", "2", "--epochs", "60", "--lr", "0.01", out="more")
+    assert "run on" not in capsys.readouterr().err
+    shares = [meta_of(tmp_path / name)["ends"] for name in ("sft", "more")]
+    assert shares[0] < 0.9 < shares[1]
+
+
+def test_control_tokens_in_a_demonstration_are_refused(clone, tmp_path):
+    """As of a chat template that was applied before: they would be learned as letters."""
+    turns = [*ETO["conversations"][:3], {"from": "gpt", "value": "Action: a<end>"}]
+    twice = {"id": "webshop_2", "conversations": turns}
+    (tmp_path / "eto.json").write_text(json.dumps([ETO, twice]))
+    with pytest.raises(UserError, match=r"eto\.json: demonstration 2 has <end> in an action"):
+        clone("--expert", str(tmp_path / "eto.json"))
+
+
+def test_lora_does_not_begin_with_an_end_of_turn_that_was_never_trained(clone, tmp_path):
+    model = tiny_lm(CHAT, tie_word_embeddings=False)
+    model.lm_head.weight.data[CHAT.stop_id] = 0
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="the token that ends a turn was never trained"):
+        clone("--lora", "2", "--n-expert", "2")
+    clone("--n-expert", "2", out="whole")  # which trains the output layer too
 
 
 # ---------------------------------------------- the environment's answers are cloned too (experiments/clone_answers.py)
@@ -212,13 +289,10 @@ def test_the_last_word_of_an_action_predicts_its_answer(w):
 
 
 def test_the_loss_with_answers_by_hand():
-    def loss(*predictions: list[tuple[int, int, float]]) -> float:
-        return clone_answers.loss_of(ByHand(), [clone_answers.Example([0, 1, 0, 1], of) for of in predictions]).item()
-
-    assert loss([(0, 1, 0.5), (1, 0, 2.0)]) == pytest.approx(math.log(2) / 2 - 2 * math.log(3 / 4))
-    assert loss([(1, 0, 1.0), (1, 1, 1.0)]) == pytest.approx(-math.log(3 / 4) - math.log(1 / 4))  # one position, two
-    both = math.log(2) + math.log(1 + math.exp(-5))
-    assert loss([(0, 1, 1.0)], [(2, 1, 1.0)]) == pytest.approx(both)  # each row has its own targets
+    rows = [(0, 1, 0.5), (1, 0, 2.0)], [(2, 1, 1.0)]  # each row has its own targets
+    examples = [clone_answers.Example([0, 1, 0, 1], predictions) for predictions in rows]
+    by_hand = math.log(2) / 2 - 2 * math.log(3 / 4) + math.log(1 + math.exp(-5))
+    assert clone_answers.loss_of(ByHand(), examples).item() == pytest.approx(by_hand)
 
 
 def test_without_a_memory_each_answer_stands_behind_its_action():

@@ -2,11 +2,12 @@
 
 import dataclasses
 import importlib
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from fakes import dump, fork, free_port
+from fakes import FakeEnv, dump, fork, free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -14,10 +15,10 @@ from test_train_qnet import labelled_tree
 from torch import nn
 
 from qlass import UserError, training
-from qlass.settings import Learning
-from qlass.outputs import read_jsonl
+from qlass.demonstrations import demonstrate
 from qlass.models import adamw
-from qlass.outputs import meta_of
+from qlass.outputs import meta_of, read_jsonl
+from qlass.settings import Learning
 from qlass.training import Training, cosine, updates_of
 
 
@@ -25,7 +26,9 @@ from qlass.training import Training, cosine, updates_of
 def test_an_epoch_holds_each_example_once_in_updates_of_at_least_a_batch(sizes, batch, seed, epoch):
     plan = updates_of(sizes, batch, seed, epoch)
     assert sorted(i for update in plan for i in update) == list(range(len(sizes)))
-    assert all(sum(sizes[i] for i in update) >= batch > sum(sizes[i] for i in update[:-1]) for update in plan[:-1])
+    for update in plan[:-1]:
+        total = sum(sizes[i] for i in update)
+        assert total >= batch > total - sizes[update[-1]]
     assert updates_of([1] * 20, 4, seed, epoch) != updates_of([1] * 20, 4, seed, epoch + 1)
 
 
@@ -98,6 +101,40 @@ def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp
     assert [line["score"] for line in logs[0] if "epoch" in line] == SCORES[:4]
 
 
+def test_a_state_that_a_crash_has_cut_is_told_with_a_way_on(tmp_path):
+    with pytest.raises(Stopped):
+        fit(tmp_path, SCORES, 11)
+    states = tmp_path / "model.partial"
+    last = states / "last.pt"
+    last.write_bytes(last.read_bytes()[:99])
+    with pytest.raises(UserError, match=r"last\.pt: can't be read: delete it, or (put|copy) best\.pt"):
+        fit(tmp_path, SCORES)
+    shutil.copy(states / "best.pt", last)  # of the second epoch's end
+    final, figures, weights = fit(tmp_path, SCORES)
+    assert len(weights) == 2 and figures["steps"] == 16
+    assert same(final, fit(tmp_path / "whole", SCORES)[0])
+
+
+def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, capsys):
+    out = tmp_path / "model"
+
+    def begun(**more: object) -> Training:
+        config = dataclasses.replace(SETTINGS, run=tmp_path, **more)
+        log = Training(out, config, {}, {})
+        log.open.close()
+        return log
+
+    with pytest.raises(Stopped):
+        fit(tmp_path, SCORES, 5)
+    assert not begun(save_every=9, micro_tokens=5).complete  # what changes no weight may differ
+    with pytest.raises(UserError, match="was begun with lr"):
+        begun(lr=0.2)
+    assert begun(lr=0.2, overwrite=True) and not (tmp_path / "model.partial").exists()
+    out.mkdir()
+    assert begun(lr=0.2).complete
+    assert "is complete; --overwrite trains it again" in capsys.readouterr().out
+
+
 def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
     with pytest.raises(UserError, match=r"loss nan.*lower --lr"):
         fit(tmp_path, [1.0] * 6, spoil=5)
@@ -115,14 +152,24 @@ def launch(main, argv: list[str], code: int) -> None:
     assert [process.exitcode for process in started] == [code] * 2
 
 
-@pytest.mark.parametrize(("stage", "flags"), [("sft", []), ("train_qnet", []), ("train_qnet", ["--lora", "2"])])
+TRAININGS = [  # a stage, and what it learns from and how
+    ("sft", "--n-expert 5"),
+    ("sft", "--expert {expert} --model {agent} --lora 2"),
+    ("train_qnet", "--sft {agent} --labels {labels} --max-tokens 40"),
+    ("train_qnet", "--sft {agent} --labels {labels} --max-tokens 40 --lora 2"),
+]
+
+
+@pytest.mark.parametrize(("stage", "flags"), TRAININGS)
 def test_two_processes_share_the_work_and_train_what_one_does(stage, flags, tmp_path, agent, fake_world, monkeypatch):
     """Also where they are stopped and started again."""
-    main, labels = importlib.import_module(stage).main, tmp_path / "labels.jsonl"
+    labels, expert = tmp_path / "labels.jsonl", tmp_path / "mine.jsonl"
     labels.write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))
-    inputs = {"sft": "--n-expert 5", "train_qnet": f"--sft {agent} --labels {labels} --max-tokens 40"}
-    common = f"--env frozenlake --run {tmp_path} --epochs 2 --micro-tokens 40 --batch 4 --save-every 1 {inputs[stage]}"
-    one, two = ([*common.split(), *flags, "--out", str(tmp_path / name)] for name in ("by-1", "by-2"))
+    expert.write_text(dump([demonstrate(FakeEnv(), f"train{i}") for i in range(5)]))
+    common = f"--env frozenlake --run {tmp_path} --epochs 2 --micro-tokens 40 --batch 4 --save-every 1 --preset tiny"
+    argv = [*common.split(), *flags.format(agent=agent, labels=labels, expert=expert).split()]
+    one, two = ([*argv, "--out", str(tmp_path / name)] for name in ("by-1", "by-2"))
+    main = importlib.import_module(stage).main
     main(one)
     end_update = Training.end_update
 
@@ -137,7 +184,8 @@ def test_two_processes_share_the_work_and_train_what_one_does(stage, flags, tmp_
         launch(main, two, 7)
     launch(main, two, 0)
     alone, both = (meta_of(tmp_path / name) for name in ("by-1", "by-2"))
-    assert [e["loss"] for e in alone["curve"]] == pytest.approx([e["loss"] for e in both["curve"]], rel=1e-4)
+    losses = [[epoch["loss"] for epoch in meta["curve"]] for meta in (alone, both)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert alone["tokens"] == both["tokens"] and not (tmp_path / "by-2.partial").exists()
     for file in (tmp_path / "by-1").glob("*.safetensors"):
         torch.testing.assert_close(load_file(tmp_path / "by-2" / file.name), load_file(file), atol=1e-4, rtol=1e-3)

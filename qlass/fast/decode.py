@@ -94,10 +94,9 @@ class FastPolicy(Policy):
         super().__init__(model, chat, seed)
         self.budget = cache.batch_for(self.model)
         self.cache = PromptCache(cache.room_for(self.model, cache_gb))
-        self.memory: dict[
-            Choice, np.ndarray
-        ] = {}  # log-probabilities of valid actions in states already seen
-        self.written: dict[Pair, float] = {}  # log-probabilities of texts
+        # Log-probabilities of the valid actions in states already seen, and of texts.
+        self.memory: dict[Choice, np.ndarray] = {}
+        self.written: dict[Pair, float] = {}
 
     @property
     def computed(self) -> int:
@@ -177,12 +176,11 @@ class FastPolicy(Policy):
         rows: list[int] = []
         noise: list[np.ndarray] = []
         temperature: list[float] = []
+        limit = self.chat.rendering.max_new_tokens
         for i, request in enumerate(requests):
             for k in range(request.n):
                 rows.append(i)
-                noise.append(
-                    uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k)
-                )
+                noise.append(uniforms(limit, self.seed, *request.key, k))
                 temperature.append(float(request.temperature))
 
         batch, logits = self.prefill(prompts)
@@ -220,7 +218,9 @@ class FastPolicy(Policy):
         if written[-1] in self.chat.stop_ids:
             return True
         stops = self.chat.rendering.stop
-        longest = max((len(stop.encode()) for stop in stops), default=1)  # a token may be a byte
+        if not stops:
+            return False
+        longest = max(len(stop.encode()) for stop in stops)  # a token may be a byte
         tail = self.chat.tokenizer.decode(written[-2 * longest :])
         return any(stop in tail for stop in stops)
 
@@ -240,9 +240,8 @@ class FastPolicy(Policy):
             tokens, logp = self.draw(logits, heat[at], noise[at, step])
             logprobs[at] += logp
 
-            for text, token in zip(
-                alive, tokens.tolist(), strict=True
-            ):  # the one wait for the device in a step
+            drawn = tokens.tolist()  # the one wait for the device in a step
+            for text, token in zip(alive, drawn, strict=True):
                 written[text].append(token)
             going = [row for row, text in enumerate(alive) if not self.ended(written[text])]
             if not going or step == steps - 1:

@@ -3,7 +3,7 @@ it is loaded.
 
 Token trees ask of a model that it places tokens by `position_ids` and looks where a 4-D mask lets
 it. Most do. A model that carries a state from token to token, or that counts columns (ALiBi), would
-be silently wrong: it is refused, and `--plain` reads its sequences one at a time. docs/scale.md
+be silently wrong: it is refused, and `--plain` reads its sequences one at a time. docs/models.md
 names the kinds that differ."""
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qlass import UserError
 from qlass.fast.cache import PromptCache, Question, Tokens
 
 WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
 # Of attention windows that are not in the mask that a model is given, and larger than the sequences
 # below.
 HIDDEN = ("window_size", "attention_window_size", "attention_window", "local_attention")
-COLUMNS = (
-    "attn_temperature_tuning"  # Llama 4 counts columns for it, in texts longer than those below
-)
+# Llama 4 counts columns for it, in texts longer than those below.
+COLUMNS = "attn_temperature_tuning"
 EXACT = 1e-3  # of the outputs' mean size, in float32
 ROUGH = 0.1  # in fewer bits; rounding alone makes .02
 NOT_FINITE = (
@@ -32,12 +30,12 @@ NOT_FINITE = (
 )
 
 
-def check(model: Any, name: str) -> None:
-    """UserError where token trees would give other outputs than plain sequences, or these are not
+def check(model: Any) -> None:
+    """ValueError where token trees would give other outputs than plain sequences, or these are not
     finite."""
     if wrong := fault(model):
         advice = "" if wrong == NOT_FINITE else "; --plain reads it one sequence at a time"
-        raise UserError(f"{name}: {wrong}{advice}")
+        raise ValueError(wrong + advice)
 
 
 @torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
@@ -61,11 +59,10 @@ def fault(model: Any) -> str | None:
         for name in windows:
             setattr(config, name, WINDOW)
         sequences = tokens_of(model)
-        inputs = [
-            {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False}
-            for ids in sequences
-        ]
-        plain = [outputs(model, one)[0] for one in inputs]
+        plain = []
+        for ids in sequences:
+            one = {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False}
+            plain.append(outputs(model, one)[0])
         if not all(rows.isfinite().all() for rows in plain):
             return NOT_FINITE
         try:
@@ -73,11 +70,9 @@ def fault(model: Any) -> str | None:
         except Exception as error:  # whatever a model of any kind says to such inputs
             return f"its model class reads no token trees behind a prompt cache ({error!r:.150})"
         share = float(shares.median() if by_median else shares.max())
-        return (
-            f"the outputs of token trees differ from plain ones by {share:.1%}"
-            if share > most
-            else None
-        )
+        if share > most:
+            return f"the outputs of token trees differ from plain ones by {share:.1%}"
+        return None
     finally:
         for name, size in windows.items():
             setattr(config, name, size)
@@ -88,7 +83,7 @@ def fault(model: Any) -> str | None:
 # smaller one is padded.
 SEQUENCES = (
     "abcdefghijkl",
-    "abcdefghmnop",
+    "abcdefghmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyz",
     "abcdxyzefg",
     "abcdefghijqr",
     "bcdefghi",
@@ -100,10 +95,9 @@ def tokens_of(model: Any) -> list[Tokens]:
     """The sequences as tokens from all over the vocabulary, none of them at its ends, where control
     tokens are."""
     size = model.get_input_embeddings().num_embeddings
-    token = {
-        letter: size // 8 + i * (size * 3 // 4) // 26
-        for i, letter in enumerate(string.ascii_lowercase)
-    }
+    token = {}
+    for i, letter in enumerate(string.ascii_lowercase):
+        token[letter] = size // 8 + i * (size * 3 // 4) // 26
     return [[token[letter] for letter in sequence] for sequence in SEQUENCES]
 
 
@@ -131,9 +125,8 @@ def differences(model: Any, sequences: list[Tokens], plain: list[Tensor]) -> Ten
         for ids in sequences:
             messages = [ids[:1], ids[1:2], ids[2:4]]
             questions.append(Question(messages[:turns], [ids[end:], ids[end : end + 1]]))
-        for number, ours, paths in cache.read(
-            functools.partial(outputs, model), model, 1 << 14, questions
-        ):
+        forward = functools.partial(outputs, model)
+        for number, ours, paths in cache.read(forward, model, 1 << 14, questions):
             for path in paths:
                 theirs = plain[number][end - 1 : end - 1 + len(path)]
                 size = theirs.abs().mean().clamp(min=1e-9)

@@ -18,7 +18,7 @@ class FastQNet:
     a new one."""
 
     def __init__(self, qnet: Any, cache_gb: float | None = None) -> None:
-        self.qnet = qnet.eval()
+        self.qnet, self.chat = qnet.eval(), qnet.chat
         self.budget = batch_for(qnet.backbone)
         self.cache = PromptCache(room_for(qnet.backbone, cache_gb))
         self.memory: dict[Pair, float] = {}
