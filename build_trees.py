@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -255,13 +255,20 @@ async def grow(explorer: Explorer, known: dict[str, Demonstration] | None) -> li
     return tree_records(explorer.env, explorer.task_id, root)
 
 
-def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
-    env = envs.from_config(config)
-    sft = find_or_make(config.sft, "sft", "sft", config)
-    expert, known = demonstrations.by_task(config.expert, sft, env)
+def build(
+    config: Any,
+    env: envs.TextEnv,
+    load: Callable[[], Any],
+    known: dict[str, Demonstration],
+    inputs: Inputs,
+) -> None:
+    """Grow the trees of the tasks that the settings name.
+
+    load: makes the agent, once there is something to do. known: demonstrations by task.
+    """
     order = env.task_ids("train")
-    if expert and not config.no_expert and known.keys().isdisjoint(order):
+    expert = inputs["expert"]
+    if expert and known.keys().isdisjoint(order):
         raise UserError(f"{expert}: has none of the training tasks (--no-expert does without)")
     if config.tasks == "cloned":
         order = [task for task in order if task in known]
@@ -269,11 +276,10 @@ def main(argv: list[str] | None = None) -> None:
         order.reverse()
     tasks = order[: config.limit or None]
 
-    inputs: Inputs = {"sft": sft, "expert": None if config.no_expert else expert}
     path = config.out or config.run / "trees.jsonl"
     trees = Output(path, config, config.recipe() | env.settings, inputs, itemgetter("task_id"))
     if todo := trees.todo(tasks):
-        agent = load_agent(sft, config, env)
+        agent = load()
         depth = env.tree_depth if config.depth is None else config.depth
         steps = config.steps or env.tree_steps
         limits = depth, config.width, config.rollouts or math.inf, steps, config.prune
@@ -285,6 +291,15 @@ def main(argv: list[str] | None = None) -> None:
     counts = tree_metrics(trees.records)
     trees.finish(tasks, tasks=list(trees.groups), **counts)
     print(f"{path}: {counts}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = read(Config, __doc__, argv)
+    env = envs.from_config(config)
+    sft = find_or_make(config.sft, "sft", "sft", config)
+    expert, known = demonstrations.by_task(config.expert, sft, env)
+    inputs: Inputs = {"sft": sft, "expert": None if config.no_expert else expert}
+    build(config, env, lambda: load_agent(sft, config, env), known, inputs)
 
 
 if __name__ == "__main__":

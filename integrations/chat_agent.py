@@ -80,6 +80,7 @@ class ChatModel:
         self.config = config
         self.body = json.loads(config.body)
         self.rendering = Rendering.load(os.devnull, config)  # no checkpoint's
+        self.chat = self  # its rendering is all that stages ask of an agent's Chat
         self.examples = functools.cache(self._examples)
         self.qnet: Any = None
         self.silent = 0

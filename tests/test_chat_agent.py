@@ -1,9 +1,7 @@
 """Q-guided search for a chat model, and trees that it grows: on a fake server, with QNets of random weights."""
 
-import math
-
 import pytest
-from fakes import FakeEnv, serving, tiny_lm, word_chat
+from fakes import FakeEnv, FakeServer, chat_completion, tiny_lm, word_chat
 
 import bellman
 import train_qnet
@@ -14,36 +12,11 @@ from qlass.messages import State
 from qlass.outputs import meta_of, read_jsonl
 from train_qnet import QNet
 
-MOVES = ("left", "right")
-
-
-class Fake:
-    """A chat model that moves by chance, and a QNet's server; it counts words as tokens."""
-
-    def __init__(self) -> None:
-        self.text = "<think>Action: up</think>Action: {move}\nObservation: you win"
-        self.seen: list[dict] = []
-        self.version = "first-2026"
-        self.fails = math.inf  # how many requests it answers before it fails
-        self.longest = math.inf  # how many words it reads
-
-    def answer(self, body: dict) -> tuple[int, dict]:
-        if "seed" not in body:
-            return 200, {"choices": [], "model": self.version}
-        if len(self.seen) >= self.fails:
-            return 400, {"error": {"message": "your account is empty"}}
-        self.seen.append(body)
-        words = sum(len(message["content"].split()) for message in body["messages"])
-        text = self.text.format(move=MOVES[body["seed"] % 2])
-        usage = {"prompt_tokens": min(words, self.longest), "completion_tokens": 5, "total_tokens": 0}
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        return 200, {"choices": [choice], "model": "first", "usage": usage}
-
 
 @pytest.fixture
 def fake(fake_world):
-    server = Fake()
-    with serving(server.answer) as server.url:
+    """A chat model that moves by chance; it counts words as tokens."""
+    with FakeServer(text="<think>Action: up</think>Action: {move}\nObservation: you win") as server:
         yield server
 
 
@@ -67,7 +40,6 @@ def states_of(line: dict) -> list[State]:
 def test_each_method_takes_the_action_that_its_scores_say(fake, tmp_path, value_net):
     lines = played(fake, tmp_path, "--qnet", str(value_net), "-M", "3", "-N", "1")
     assert [line["method"] for line in lines] == [m for m in ("greedy", "random", "best_of_n", "qlass") for _ in "12"]
-    assert {line["label"] for line in lines} == {"first"}
     qnet = QNet.from_pretrained(value_net)
     choices = 0
     for line in lines[-2:]:
@@ -79,44 +51,38 @@ def test_each_method_takes_the_action_that_its_scores_say(fake, tmp_path, value_
             assert step["action"] == actions[q.index(max(q))]
             choices += len(actions) > 1
     assert choices
-    greedy = [body for body in fake.seen if body["temperature"] == 0]
+    greedy = [body for body in fake.seen if body.get("temperature") == 0]
     assert len(greedy) == sum(line["n_steps"] for line in lines[:2])
-    assert (greedy[0]["model"], greedy[0]["max_tokens"]) == ("first", 256)
     assert [message["role"] for message in greedy[0]["messages"]] == ["user", "assistant", "user"]
 
 
 def test_tokens_of_both_models_are_counted(fake, tmp_path, value_net):
+    fake.text = "Action: right"
     line = played(fake, tmp_path, "--method", "qlass", "--qnet", str(value_net), "-M", "3")[0]
-    states = states_of(line)
-    words = [sum(len(content.split()) for _, content in state.messages) for state in states]
-    assert words[:2] == [6, 6 + 2 + 6]  # "Action: right" and "Observation: you stand at start right"
-    draws = 3 * len(states)
+    # "walk", "OK", "you stand at start"; then also "Action: right" and "Observation: you stand at start right"
+    words = [6, 6 + 2 + 6, 6 + 2 + 6 + 2 + 7]
+    assert line["usage"] == {"prompt": 3 * sum(words), "generated": 3 * 3 * 2}
     # QNet reads "walk" and the pages, each with <user> and <agent>, and of each action three tokens.
-    pages = [len(state.observation.split()) + 2 for state in states]
-    scored = 3 + sum(pages) + 3 * sum(len(step["candidates"]) for step in line["steps"])
-    assert line["tokens"] == {"prompt": words[-1], "generated": 5 * draws, "scored": scored}
-    assert line["usage"] == {"prompt": 3 * sum(words), "generated": 5 * draws}
-    (alone, _) = played(fake, tmp_path / "alone", "--method", "sample")
-    assert alone["tokens"]["scored"] == 0 and alone["tokens"]["generated"] == 5 * alone["n_steps"]
+    scored = 3 + 6 + 8 + 9 + 3 * 3
+    assert line["tokens"] == {"prompt": words[-1], "generated": 3 * 3 * 2, "scored": scored}
 
 
 def test_a_stopped_search_goes_on_and_more_methods_join_it(fake, tmp_path, value_net):
-    fake.fails = 3
+    fake.script += [fake.well] * 4 + [400]
     flags = ("--method", "sample", "--in-flight", "1")
-    with pytest.raises(UserError, match="your account is empty"):
+    with pytest.raises(UserError, match=fake.url):
         played(fake, tmp_path, *flags)
     first = len(fake.seen)
-    fake.fails = math.inf
     lines = played(fake, tmp_path, *flags)
-    assert len(fake.seen) == first + lines[1]["n_steps"]  # the first task was done
+    assert len(fake.seen) == first + 1 + lines[1]["n_steps"]  # the model's name; the first task was done
     more = played(fake, tmp_path, "--method", "sample", "qlass", "--qnet", str(value_net))
     assert more[:2] == lines and len(more) == 4
     with pytest.raises(UserError, match=r"begun with temperature None, not 0\.5"):
         played(fake, tmp_path, *flags, "--temperature", "0.5")
     with pytest.raises(UserError, match="qnet: no such"):
         played(fake, tmp_path / "other")
-    fake.version = "first-2027"
-    with pytest.raises(UserError, match="begun with model first-2026, not first-2027"):
+    fake.script += [chat_completion("Hello") | {"model": "other"}]
+    with pytest.raises(UserError, match="begun with model first, not other"):
         played(fake, tmp_path, *flags)
 
 
@@ -124,9 +90,8 @@ def test_demonstrations_of_the_type_stand_in_front_of_the_task(fake, tmp_path, m
     monkeypatch.setattr(FakeEnv, "task_type", lambda self, task_id: f"type {int(task_id[-1]) % 2}")
     flags = ("--method", "greedy", "--split", "train", "--examples")
     played(fake, tmp_path, *flags, "2")
-    messages = fake.seen[0]["messages"]
-    assert [m["role"] for m in messages] == [*["user", "assistant"] * 7, "user"]
-    contents = [m["content"] for m in messages]  # instruction, OK, twice three steps, the task
+    contents = [message["content"] for message in fake.seen[1]["messages"]]
+    assert len(contents) == 2 + 2 * 6 + 1  # instruction, OK, twice three steps, the task
     assert contents[2:8] == contents[8:14] and contents[3] == "Thought: this way\nAction: right"
     with pytest.raises(UserError, match="--examples 3: 2 can stand in front of task train"):
         played(fake, tmp_path / "more", *flags, "3")
@@ -138,12 +103,13 @@ def test_demonstrations_of_the_type_stand_in_front_of_the_task(fake, tmp_path, m
 def test_more_fields_of_a_request_and_fields_left_out(fake, tmp_path):
     body = '{"stop": null, "max_tokens": null, "max_completion_tokens": 9, "top_k": 5}'
     played(fake, tmp_path, "--method", "greedy", "--body", body)
-    assert not {"stop", "max_tokens"} & fake.seen[0].keys()
-    assert (fake.seen[0]["max_completion_tokens"], fake.seen[0]["top_k"]) == (9, 5)
+    asked = fake.seen[1]
+    assert not {"stop", "max_tokens"} & asked.keys()
+    assert (asked["max_completion_tokens"], asked["top_k"]) == (9, 5)
 
 
 def test_a_server_that_cuts_prompts_is_told(fake, tmp_path):
-    fake.longest = 6
+    fake.script += [chat_completion("Action: right", read=6)] * 5
     with pytest.raises(UserError, match="reads 6 tokens of a prompt, and 6 of the shorter one before"):
         played(fake, tmp_path, "--method", "greedy")
 
@@ -164,11 +130,7 @@ def test_a_qnet_learns_on_a_backbone_from_the_trees_of_a_chat_model_and_guides_i
     run = ["--run", str(tmp_path / "run")]
     chat_trees.main([*run, "--server", fake.url, "--limit", "3", "--rollouts", "4"])
     roots = [node for node in read_jsonl(tmp_path / "run" / "trees.jsonl") if node["parent_id"] is None]
-    assert [root["task_id"] for root in roots] == FakeEnv().task_ids("train")[:3]
-    assert meta_of(tmp_path / "run" / "trees.jsonl")["recipe"]["model"] == "first-2026"
-    asked = len(fake.seen)
-    chat_trees.main([*run, "--server", fake.url, "--limit", "3", "--rollouts", "4"])
-    assert len(fake.seen) == asked
+    assert [root["task_id"] for root in roots] == FakeEnv().task_ids("train")[:-4:-1]
     bellman.main(run)
     train_qnet.main([*run, "--sft", "backbone"])
     assert meta_of(tmp_path / "run" / "qnet")["recipe"]["epochs"] == 2  # the paper's, not the tiny model's
