@@ -3,7 +3,7 @@
     reads   RUN/trees.jsonl
     writes  RUN/q_labels.jsonl: the same lines with `q_raw` (Eq. 7) and `q` (min-max in the tree)
 
-    python bellman.py --trees trees.jsonl --gamma 0.9 --target q --out q_labels.jsonl
+    python bellman.py --trees trees.jsonl --gamma 0.9 --out q_labels.jsonl
 
 A node stands for the pair (s, a) of its parent's state and its own action: its value is Q(s, a).
 The root has no action: its value counts in the min-max, but no pair is made of it. If all values
@@ -13,11 +13,11 @@ of a tree are equal, q is 0.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from qlass import trees
 from qlass.outputs import begin, find_or_make, meta_path, write_json, write_jsonl
 from qlass.settings import Run, read, run_stage, runtime
 from qlass.trees import children_of, read_trees
@@ -29,11 +29,11 @@ class Config(Run):
 
     trees: Path | None = runtime(None)  # RUN/trees.jsonl, made if missing
     out: Path | None = runtime(None)  # RUN/q_labels.jsonl
-    gamma: float = 0.9  # of Eq. (7), for --target q
-    target: Literal["q", "avg", "reward"] = "q"  # Eq. (7), or Section 5.2's others
+    gamma: float = 0.9  # of Eq. (7)
 
 
 # A tree is the list of its nodes, parents before children.
+Values = Callable[[list[dict], float], list[float]]
 
 
 def q_values(tree: list[dict], gamma: float) -> list[float]:
@@ -46,34 +46,34 @@ def q_values(tree: list[dict], gamma: float) -> list[float]:
     return q
 
 
-TARGETS = {"q": q_values, "avg": trees.average_rewards, "reward": trees.branch_rewards}
-
-
 def min_max(values: list[float]) -> list[float]:
     """The last lines of Algorithm 3: to [0, 1] within the tree; all 0 if all are equal."""
     low, high = min(values), max(values)
     return [(v - low) / (high - low) if high > low else 0.0 for v in values]
 
 
-def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
-    """The same nodes with `q_raw`, the target of this name, and `q`, its min-max in the tree."""
-    raw = TARGETS[target](tree, gamma)
+def label(tree: list[dict], raw: list[float]) -> list[dict]:
+    """The same nodes with `q_raw`, their values, and `q`, the min-max of these in the tree."""
     values = zip(tree, raw, min_max(raw), strict=True)
     return [node | {"q_raw": value, "q": scaled} for node, value, scaled in values]
 
 
-def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+def write_labels(config: Config, values: Values = q_values) -> None:
+    """Label all trees anew, which takes no time. values: of a tree's nodes, by gamma."""
     path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
     out = config.out or config.run / "q_labels.jsonl"
-    labelled = [label(tree, config.target, config.gamma) for tree in read_trees(path)]
-    again = dataclasses.replace(config, overwrite=True)  # it takes no time
-    meta = begin(out, again, config.recipe(), {"trees": path})
+    labelled = [label(tree, values(tree, config.gamma)) for tree in read_trees(path)]
+    anew = dataclasses.replace(config, overwrite=True)
+    meta = begin(out, anew, config.recipe(), {"trees": path})
     tasks = [tree[0]["task_id"] for tree in labelled]
     write_json(meta_path(out), meta | {"tasks": tasks, "trees": len(labelled)})
     write_jsonl(out, chain(*labelled))
     flat = sum(not any(node["q"] for node in tree) for tree in labelled)
     print(f"{out}: {len(labelled)} trees, {flat} of them with all values equal (q = 0)")
+
+
+def main(argv: list[str] | None = None) -> None:
+    write_labels(read(Config, __doc__, argv))
 
 
 if __name__ == "__main__":

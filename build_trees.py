@@ -10,8 +10,8 @@ scored. A node is expanded while it has fewer than W children and its depth is a
 branch without reward queues nothing, not even the node that it began at (--prune tail: that node,
 and the branch's first one).
 
-The paper grows trees on the tasks that the agent was cloned from (--tasks cloned); --tasks new are
-other training tasks.
+The paper grows trees on the tasks that the agent was cloned from (--tasks cloned). --tasks new are
+all training tasks from the far end of the list, where the agent was cloned from the fewest.
 
 Where the paper leaves a choice:
 - The expanded node joins its new branch in the queue. Otherwise no node would get W children.
@@ -54,7 +54,7 @@ class Config(Sampling):
     out: Path | None = runtime(None)  # RUN/trees.jsonl
     depth: int | None = None  # D (3 WebShop, 6 ScienceWorld, 8 ALFWorld)
     width: int = 3  # W
-    tasks: Literal["cloned", "new"] = "cloned"  # those that the agent was cloned from, or others
+    tasks: Literal["cloned", "new"] = "cloned"  # those that the agent was cloned from; see above
     rollouts: int = 64  # at most, per tree (0: no bound)
     steps: int | None = None  # step limit of the agent (the environment's)
     limit: int = runtime(0)  # number of tasks (0: all)
@@ -272,9 +272,11 @@ def build(
         raise UserError(f"{expert}: has none of the training tasks (--no-expert does without)")
     if config.tasks == "cloned":
         order = [task for task in order if task in known]
-    else:  # from the far end of the list, where the agent has seen the fewest demonstrations
+    else:
         order.reverse()
     tasks = order[: config.limit or None]
+    if not tasks:
+        raise UserError("no training task has a demonstration: --expert FILE, or --tasks new")
 
     path = config.out or config.run / "trees.jsonl"
     trees = Output(path, config, config.recipe() | env.settings, inputs, itemgetter("task_id"))

@@ -27,14 +27,14 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Sequence
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import arg
 
 import envs
-from qlass import outputs, results
+from qlass import UserError, outputs, results
 from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, uniforms
@@ -83,8 +83,8 @@ class Config(Sampling):
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """M candidates per step, of which the one of the highest score is taken; N episodes, of which
-    `select` takes one."""
+    """Each step draws M candidates and takes the one with the highest score. `select` picks one of
+    N episodes."""
 
     name: str
     by: str | None = None  # what scores candidates: "q", "likelihood", "chance"
@@ -110,7 +110,10 @@ class Method:
     async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
         """The score of each candidate of step `key` (task, episode, step); a model is asked."""
         if self.by == "q":
-            return await Score(state, tuple(actions))  # Q(s, a)
+            values = await Score(state, tuple(actions))  # Q(s, a)
+            if not all(map(math.isfinite, values)):
+                raise UserError("QNet's values are not finite: is it trained to its end?")
+            return values
         if self.by == "likelihood":  # of the whole text, even if only valid ones are drawn
             return await LogProb(state, tuple(actions))  # log pi(a | s)
         if self.by == "chance":
@@ -175,11 +178,11 @@ async def episode(
         samples = await draw(env, state, method, key, rendering)  # lines 5-6
         candidates = distinct_actions(env, [sample.text for sample in samples])[: method.M]
         scores = await method.scores(state, candidates, key)  # line 7: Q(s, a)
-        action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
+        action = candidates[argmax(scores)]  # line 8: argmax_a Q(s, a)
         known = env.knows(parse_action(action))
         after, reward, done = state.act(env, action)  # line 9
-        outcome = action, after.observation, reward, known
-        steps.append(Step(state, samples, candidates, scores, *outcome))
+        chosen = Step(state, samples, candidates, scores, action, after.observation, reward, known)
+        steps.append(chosen)
         state = after  # line 10
     return steps
 
@@ -216,7 +219,17 @@ async def choose_episode(episodes: list[Episode], by: str | None) -> Episode:
             (values[i],) = await Score(last.state, (last.action,))
         elif by == "oracle":
             values[i] = last.reward
-    return episodes[values.index(max(values))]
+    return episodes[argmax(values)]
+
+
+def argmax(values: list[float]) -> int:
+    """The first of the highest values. What differs by rounding alone is equal: a batch of another
+    size rounds in other ways."""
+    best = max(values)
+    for i, value in enumerate(values):
+        if value > best - 1e-5:
+            return i
+    return 0  # nothing scores them
 
 
 # --------------------------------------------------------------------------------------------- main
@@ -280,27 +293,21 @@ def evaluate(
         line |= shared | method.settings() | {"seed": config.seed} | outcome
         return [line | {"seconds": round(time.time() - start, 3)}]
 
-    keys: dict[Any, dict[tuple, str]] = {}  # by method: of each result the task
+    planned: list[tuple] = []
     for method in plan:
-        keys[method] = {}
-        for task_id in tasks:
-            about = {"task_id": task_id} | shared | method.settings()
-            keys[method][results.identity(about)] = task_id
-    for method, task_of in keys.items():
+        about = shared | method.settings()
+        task_of = {results.identity(about | {"task_id": task_id}): task_id for task_id in tasks}
+        planned += task_of
         todo = out.todo(list(task_of))
         lines = (line_of(method, task_of[key]) for key in todo)
         side_by_side = config.in_flight or env.side_by_side
         out.write(drive(lines, models, side_by_side), str(method), len(todo))
-    figures = {
-        "leaks": results.leaks(env, out.records, inputs),
-        "protocol": results.protocol(config, env, chat),
-    }
-    out.finish([*chain(*keys.values())], **figures)
-    results.tell_unknown(out.records)
-    for method, task_of in keys.items():
         rewards = [out.groups[key][0]["reward"] for key in task_of if key in out.groups]
         mean = sum(rewards) / max(1, len(rewards))
         print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks")
+    learned = results.leaks(env, out.records, inputs)
+    out.finish(planned, leaks=learned, protocol=results.protocol(config, env, chat))
+    results.tell_unknown(out.records)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -44,7 +44,6 @@ class Config(Learning):
     expert: Path | None = runtime(None)  # trajectories (the environment's expert plays them)
     n_expert: int | None = None  # the first so many of them (all)
     out: Path | None = runtime(None)  # checkpoint folder (RUN/sft)
-    epochs: int = 3  # at most
     max_tokens: int = 4096  # where a trajectory is cut
     candidates: Literal["free", "valid"] = "free"  # what the agent may write
 
@@ -145,10 +144,7 @@ def train(
 ) -> None:
     """Maximise the likelihood of what the expert wrote, given its history."""
     optimizer = models.adamw([(model, config.lr)], config.optim)
-    sizes = [1] * len(examples)
-    epochs = range(config.epochs)
-    order = [training.updates_of(sizes, config.batch, config.seed, epoch) for epoch in epochs]
-    log.resume(model, optimizer, order)
+    log.resume(model, optimizer, sizes=[1] * len(examples))
     for epoch in log.epochs_left():
         model.train()
         for update in log.updates_left(epoch):
@@ -158,9 +154,9 @@ def train(
             portions = training.micro_batches(batch, len, config.micro_tokens)
             for portion in training.my_share(portions):
                 with training.autocast(config):
-                    share = loss_of(model, portion) / n  # Eq. (5), per token
-                share.backward()  # gradients accumulate
-                loss += share.item()
+                    part = loss_of(model, portion) / n  # Eq. (5), per token
+                part.backward()  # gradients accumulate
+                loss += part.item()
             loss = training.all_reduce(model, loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
             for param_group in optimizer.param_groups:
@@ -186,8 +182,8 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
 
 @torch.no_grad()
 def end_share(model: Any, examples: list[Example], end: int) -> float:
-    """Of the actions in these examples the share behind which the end of the turn is the likeliest
-    token. An agent that has not learned to end its turn runs on, whatever its loss: a warning."""
+    """The share of actions after which the likeliest token is the end of the turn. An agent that
+    has not learned to end its turn writes on, whatever its loss: a warning."""
     model.eval()
     ended: list[bool] = []
     for example in examples:
@@ -195,10 +191,10 @@ def end_share(model: Any, examples: list[Example], end: int) -> float:
         ids = torch.tensor([example.ids], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits[0, at]
         ended += (logits.argmax(-1) == end).tolist()
-    share = sum(ended) / max(1, len(ended))
-    if share < 0.9:
-        warn(f"it ends {share:.0%} of its turns where they should end: its texts will run on")
-    return share
+    right = sum(ended) / max(1, len(ended))
+    if right < 0.9:
+        warn(f"it ends {right:.0%} of its turns where they should end: its texts will run on")
+    return right
 
 
 # --------------------------------------------------------------------------------------------- main
@@ -216,11 +212,12 @@ def load(
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:
         model, chat = models.load(start, config, train=not config.lora)
-    first, *_ = expert[0].texts("user")
     chat.rendering.candidates = config.candidates
-    # Prompts at inference begin as these demonstrations do.
-    chat.rendering.instruction = first if config.expert else None
-    chat.rendering.agreement = env.agreement
+    # Prompts at inference begin as these demonstrations do. Without an agreement the instruction is
+    # not told from the first observation: then the environment's own stands.
+    instruction, agreement = expert[0].texts("user")[0], expert[0].texts("assistant")[0]
+    chat.rendering.agreement = agreement if expert[0].agreed else ""
+    chat.rendering.instruction = instruction if config.expert and expert[0].agreed else None
     return model, chat
 
 

@@ -168,8 +168,8 @@ def tokens_of(chat: Chat, family: Pairs) -> int:
 
 
 def parts_of(chat: Chat, tree: Pairs, config: Config) -> list[Part]:
-    """What an epoch shuffles: the pairs of a tree one by one or, with a rank weight, which needs
-    siblings together, by families. Without --plain as many of them as fit in --max-tokens."""
+    """What an epoch shuffles. With --plain a part is one pair or, with a rank weight, which needs
+    siblings together, one family. Else it is as many of these as fit in --max-tokens."""
     together = families(tree) if config.rank_weight else [[pair] for pair in tree]
     if config.plain:
         return [Part([family], tokens_of(chat, family)) for family in together]
@@ -198,10 +198,7 @@ def train(
     parts = [part for tree in trees for part in parts_of(qnet.chat, tree, config)]
     head_lr = config.lr if config.head_lr is None else config.head_lr
     optimizer = models.adamw([(qnet.backbone, config.lr), (qnet.head, head_lr)], config.optim)
-    sizes = list(map(len, parts))
-    epochs = range(config.epochs)
-    order = [training.updates_of(sizes, config.batch, config.seed, epoch) for epoch in epochs]
-    log.resume(qnet, optimizer, order)
+    log.resume(qnet, optimizer, sizes=list(map(len, parts)))
     budget = 1 if config.plain else config.micro_tokens  # plain: one part at a time
     for epoch in log.epochs_left():
         qnet.train()
@@ -212,9 +209,9 @@ def train(
             portions = training.micro_batches(batch, attrgetter("tokens"), budget)
             for portion in training.my_share(portions):
                 with training.autocast(config):
-                    share = loss_of(qnet, portion, config) / n  # Eq. (11), per pair
-                share.backward()  # gradients accumulate
-                loss += share.item()
+                    part = loss_of(qnet, portion, config) / n  # Eq. (11), per pair
+                part.backward()  # gradients accumulate
+                loss += part.item()
             loss = training.all_reduce(qnet, loss)
             nn.utils.clip_grad_norm_(qnet.parameters(), 1.0, error_if_nonfinite=True)
             for param_group in optimizer.param_groups:
@@ -242,7 +239,7 @@ def read_pairs(labels: Path, chat: Chat, limit: int | None) -> tuple[list[str], 
         trees.append([pair for pair in pairs if chat.fits(pair.state, pair.action)])
         left_out += len(pairs) - len(trees[-1])
     if left_out:
-        print(f"{left_out} pairs are beyond the model's context (--truncate oldest cuts them)")
+        outputs.warn(f"{left_out} pairs are beyond the context (--truncate oldest cuts them)")
     return tasks, trees
 
 

@@ -31,7 +31,7 @@ import torch
 import build_trees
 import envs
 import train_qnet
-from bellman import label
+from bellman import label, q_values
 from build_trees import Explorer
 from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
@@ -207,7 +207,7 @@ def qnet(n: int = 2) -> Iterator[str]:
     env = envs.make("webshop")
     model, chat = random_agent(env, "valid")
     grown = grow(env, env.task_ids("train")[100 : 100 + n], FastPolicy(model, chat))
-    pairs = [pairs_of(label(tree, "q", 0.9)) for tree in grown]
+    pairs = [pairs_of(label(tree, q_values(tree, 0.9))) for tree in grown]
     net = QNet(model.model, chat)
     slow, read = timed(partial(epoch, net, pairs, True))
     fast, computed = timed(partial(epoch, net, pairs, False))

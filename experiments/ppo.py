@@ -1,6 +1,6 @@
 """Turn-level PPO (Schulman et al. 2017): a learned value of states in place of the groups of GRPO.
 
-    reads   RUN/sft/, and the exploration trees by `bellman.py --target avg` (RUN/q_labels-avg.jsonl, made if missing)
+    reads   RUN/sft/, RUN/q_labels-avg.jsonl (trees by `experiments.targets --target avg`, made if missing)
     writes  RUN/sft-NAME/, RUN/sft-NAME.updates.jsonl, RUN/sft-NAME.resume.pt, as experiments/tree_grpo.py does
 
     python -m experiments.ppo --env webshop
@@ -24,8 +24,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-import bellman
 import envs
+from experiments import targets
 from experiments.decisions import mixed_precision, pack_decisions
 from experiments.learning import Learner, learn, load, trainable
 from experiments.tree_grpo import Batch, Group, Update, batches, by_decision, line_of, play, update
@@ -56,7 +56,7 @@ class Config(Update):
     lam: float = 0.95  # lambda of the advantage
     critic_lr: float = 1e-5  # learning rate of the critic, which is faster than the agent
     warm_up: int = 200  # the critic's first updates
-    labels: Path | None = runtime(None)  # of `bellman.py --target avg` (RUN/q_labels-avg.jsonl)
+    labels: Path | None = runtime(None)  # of `experiments.targets --target avg` (RUN/q_labels-avg.jsonl)
 
 
 def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.ndarray:
@@ -181,10 +181,10 @@ def mean_rewards(config: Config) -> Path:
     """The file of labels that `warm_up` reads, made if missing."""
     labels = config.labels or config.run / "q_labels-avg.jsonl"
     if meta_of(labels)["recipe"].get("target", "avg") != "avg":
-        raise UserError(f"{labels}: not of `bellman.py --target avg`, whose q_raw the critic learns first")
+        raise UserError(f"{labels}: not of `experiments.targets --target avg`, whose q_raw the critic learns first")
     if not labels.exists():
         find_or_make(None, "build_trees", "trees.jsonl", config)
-        bellman.main([*shared_flags(config), "--target", "avg", "--out", str(labels)])
+        targets.main([*shared_flags(config), "--target", "avg", "--out", str(labels)])
     return labels
 
 

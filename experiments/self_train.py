@@ -52,7 +52,7 @@ class Config(Sampling):
     method: Literal["rft", "qlass", "tree", "expert"] = "qlass"  # see above
     name: str = ""  # of the files (the method)
     M: Annotated[int, arg(aliases=["-M"])] = 3  # candidates a step, of qlass
-    N: Annotated[int, arg(aliases=["-N"])] = 0  # trajectories a task (0: qlass 1, rft 3: as many samples)
+    N: Annotated[int | None, arg(aliases=["-N"])] = None  # trajectories a task (qlass 1, rft 3: as many samples)
     threshold: float | None = None  # reward that it must reach (rft, tree: 1; qlass 0, all)
     limit: int = runtime(300)  # training tasks (0: all)
     sft: Path | None = runtime(None)  # checkpoint of the agent (RUN/sft, made if missing)

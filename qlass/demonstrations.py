@@ -34,8 +34,10 @@ class Demonstration:
 
     @property
     def agreed(self) -> int:
-        """1 if the agent's first words, "OK", are no action yet; else 0."""
-        return int("Action:" not in self.texts("assistant")[0])
+        """1 if the agent's first words, such as "OK", are no action yet; else 0."""
+        said = self.texts("assistant")
+        acts = ["Action:" in text for text in said]
+        return int(said[:1] == ["OK"] or (any(acts) and not acts[0]))
 
     @property
     def actions(self) -> list[str]:
@@ -79,6 +81,8 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
         state = State.load(line["messages"], line.get("task", ""))
         fields = {name: line[name] for name in ("reward", "source") if name in line}
         expert.append(Demonstration(line.get("task_id"), state, **fields))
+        if not expert[-1].actions:
+            raise UserError(f"{path}: demonstration {len(expert)} has no action")
     if not expert:
         raise UserError(f"{path}: holds no demonstration")
     if unread:
@@ -113,10 +117,11 @@ def by_task(
     named: Path | None, sft: Path, env: Any
 ) -> tuple[Path | None, dict[str, Demonstration]]:
     """The named file, or the one that the agent was cloned from; of each task in it the
-    demonstration of the highest reward, of equals the first."""
+    demonstration of the highest reward, of equals the first. A trajectory that self-training has
+    added counts where it comes first."""
     path, most = (named, None) if named else demonstrations_of(sft)
     if path is None:
-        warn(f"{sft}: its demonstrations are not at hand (--expert): the expert plays anew")
+        warn(f"{sft}: its demonstrations are not at hand (--expert)")
         return None, {}
     best: dict[str, Demonstration] = {}
     for tau in read(path, env, most):

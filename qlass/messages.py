@@ -30,7 +30,8 @@ class State:
     def act(self, env: Any, action: str) -> tuple[State, float, bool]:
         """The state that an action leads to, the outcome, and whether the episode is over."""
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))
-        return self.then(action, env.message(observation)), float(reward), terminated or truncated
+        done = bool(terminated or truncated)
+        return self.then(action, env.message(observation)), float(reward), done
 
     @property
     def observation(self) -> str:

@@ -42,8 +42,9 @@ def device_and_precision(config: Any) -> tuple[torch.device, str]:
     if name is None:
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     place = torch.device(name)
-    if place.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name}: cpu and cuda are supported")
+    usable = {"cpu": True, "cuda": torch.cuda.is_available()}
+    if not usable.get(place.type):
+        raise UserError(f"--device {name}: cpu and, where there is one, cuda are supported")
     default = "bf16" if place.type == "cuda" and has_bf16(place) else "float32"
     return place, config.precision or default
 

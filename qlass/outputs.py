@@ -33,9 +33,11 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from qlass import UserError
+from qlass.records import one_line
 
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata tell
 LOADED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")  # what is read of a checkpoint
+LAYOUT = 2  # of a run's folder
 HASHES: dict[tuple, str] = {}  # by files and their times
 Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
 
@@ -48,7 +50,8 @@ def warn(text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    with one_line(path):
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -57,7 +60,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
+    with one_line(path):
+        return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def dumps(record: Any) -> str:
@@ -116,7 +120,10 @@ def sha256(path: Path) -> str:
 
 def share() -> tuple[int, int]:
     """RANK and WORLD_SIZE, as torchrun and job arrays set them; alone 0 and 1."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, n = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if not 0 <= rank < n:
+        raise UserError(f"RANK {rank} of WORLD_SIZE {n}: ranks are 0 to {n - 1}")
+    return rank, n
 
 
 # ------------------------------------------------------------------------------------- the recipe
@@ -175,6 +182,9 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path
             near = difflib.get_close_matches(str(config.run), runs, n=1)
             hint = f"{near[0]}?" if near else f"python sft.py --run {config.run} begins it"
             raise UserError(f"{config.run}: no such run: {hint}")
+        if share()[1] > 1 or (stage != "sft" and getattr(config, "sft", None)):
+            way_out = f"make it first, by one process and {stage}.py, from the --sft that is meant"
+            raise UserError(f"{path} is missing: {way_out}")
         flags = shared_flags(config)
         print(f"{path} is missing: making it with python {stage}.py {' '.join(flags)}", flush=True)
         importlib.import_module(stage).main(flags)
@@ -186,6 +196,7 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path
 def shared_flags(config: Any) -> list[str]:
     """What the commands of a run have in common."""
     flags = ["--run", str(config.run), "--env", config.env, "--seed", str(config.seed)]
+    flags += ["--preset", config.preset]
     return flags + [f"--env-option={option}" for option in config.env_option]
 
 
@@ -205,24 +216,31 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
 
     settings: what its bytes depend on, beside the content of the inputs.
     """
+    if output in inputs.values():
+        raise UserError(f"{output}: is an input too: name another --out")
     hashes = {}
     for name, path in inputs.items():
         hashes[name] = sha256(path) if path else None
         env = meta_of(path)["recipe"].get("env", config.env) if path else config.env
         if env != config.env:
             raise UserError(f"{path} is of {env}, not of {config.env}: name another --{name}")
-    recipe = json.loads(json.dumps(settings | hashes, default=str))
+    stage = {"stage": config.stage} if config.stage else {}
+    recipe = json.loads(json.dumps(settings | hashes | stage, default=str))
     old = meta_of(output)
     states = output.with_name(output.name + ".partial")  # of a checkpoint
     done = [output.exists(), states.exists(), *parts_of(output).glob("*.jsonl")]
     if not old["recipe"] and any(done):
-        raise UserError(f"{output}: not of this command, which leaves a .meta.json: move it")
+        raise UserError(
+            f"{output}: is there without its .meta.json, so not of this command: move it"
+        )
+    if any(done) and old["recipe"].get("stage", config.stage) != config.stage:
+        raise UserError(f"{output}: is made by another command: name another --out")
     if config.overwrite:
         for path in (output, parts_of(output), states, meta_path(output)):
             remove(path)
     if config.overwrite or not any(done):
         old = {"recipe": {}, "inputs": {}}
-    for name in old["recipe"].keys() & recipe.keys():
+    for name in sorted(old["recipe"].keys() & recipe.keys()):
         before, now = old["recipe"][name], recipe[name]
         if before != now:
             differs = f"{name} {before}, not {now}" if name not in inputs else f"another {name}"
@@ -230,11 +248,13 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
             raise UserError(f"{output} was begun with {differs}: {way_out}")
     folder = output.parent.resolve()
     places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
-    meta = old | {"recipe": old["recipe"] | recipe, "inputs": old["inputs"] | places}
+    kept = {n: place for n, place in old["inputs"].items() if (folder / place).exists()}
+    meta = old | {"recipe": old["recipe"] | recipe, "inputs": old["inputs"] | places | kept}
     meta["versions"] = {name: version(name) for name in PACKAGES}
     run = config.run / "run.json"
     if output.parent == config.run and not run.exists():
-        write_json(run, {n: getattr(config, n) for n in ("env", "env_option", "seed", "preset")})
+        shared = {n: getattr(config, n) for n in ("env", "env_option", "seed", "preset")}
+        write_json(run, shared | {"layout": LAYOUT})
     write_json(meta_path(output), meta)
     return meta
 
@@ -299,7 +319,7 @@ class Output:
     def todo(self, keys: Sequence[Any]) -> list[Any]:
         """What is missing of this process's share."""
         if not keys:
-            raise UserError(f"{self.path}: no tasks are left: mind --split, --skip and --limit")
+            raise UserError(f"{self.path}: no tasks are left to play")
         rank, n = share()
         return [key for key in keys[rank::n] if key not in self.groups]
 

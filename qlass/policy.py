@@ -55,8 +55,10 @@ def load_agent(sft: Path, config: Any, env: Any = None) -> Any:
 
 def set_first_messages(env: Any, rendering: Rendering, config: Any) -> None:
     """Let an environment begin with the messages that the agent was cloned with."""
-    env.agreement = rendering.agreement or env.agreement
-    if rendering.instruction and "instruction=" not in " ".join(config.env_option):
+    if rendering.agreement is not None:
+        env.agreement = rendering.agreement
+    given = any(option.startswith("instruction=") for option in config.env_option)
+    if rendering.instruction and not given:
         env.instruct(rendering.instruction)
 
 

@@ -1,11 +1,20 @@
 """The lines of a run's files, by their types. docs/files.md shows one of each."""
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    NonNegativeFloat,
+    TypeAdapter,
+    with_config,
+)
 from typing_extensions import NotRequired, Required, TypedDict
 
 from qlass import UserError
@@ -41,7 +50,7 @@ class Demonstration(Line):
     """A line of expert.jsonl: a trajectory up to its last action."""
 
     messages: Messages
-    task_id: NotRequired[str | None]
+    task_id: NotRequired[str]
     task: NotRequired[str]  # the instruction's sentence
     reward: NotRequired[Reward]
     source: NotRequired[str]  # "policy": self-training has added a trajectory of the agent's
@@ -70,8 +79,8 @@ class Node(Line):
 class Label(Node):
     """A line of q_labels.jsonl."""
 
-    q_raw: float
-    q: float
+    q_raw: FiniteFloat
+    q: Reward
 
 
 class Move(Line, total=False):
@@ -88,23 +97,32 @@ class Result(Line, total=False):
     task_id: Required[str | int]
     env: Required[str]
     method: Required[str]
-    reward: Required[float]
-    tokens: Required[dict[str, float]]
-    block: str | int | None
-    split: str | None
-    type: str | None
-    label: str | None
-    player: str | None
-    select: str | None
-    seed: int | None
-    M: int | None
-    N: int | None
-    success: bool | None
-    n_steps: int | None
-    unknown_actions: int | None
-    env_steps: int | None
-    resets: int | None
+    reward: Required[Reward]
+    tokens: Required[dict[str, NonNegativeFloat]]
+    block: str | int
+    split: str
+    type: str
+    label: str
+    player: str
+    select: str
+    seed: int
+    M: int
+    N: int
+    success: bool
+    n_steps: int
+    unknown_actions: int
+    env_steps: int
+    resets: int
     steps: list[Move]
+
+
+@contextlib.contextmanager
+def one_line(place: object) -> Iterator[None]:
+    """UserError, in one line that names the place, for what can't be read."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{place}: {' '.join(str(error).split())[:300]}") from None
 
 
 def read(path: Path, kind: type[L], convert: Callable[[Any], Any] | None = None) -> Iterator[L]:
@@ -115,15 +133,16 @@ def read(path: Path, kind: type[L], convert: Callable[[Any], Any] | None = None)
     """
     check = TypeAdapter(kind).validate_python
     required = kind.__required_keys__  # type: ignore[attr-defined]
-    text = path.read_text(encoding="utf-8-sig")
-    lines: Any = json.loads(text) if text.startswith("[") else text.splitlines()
+    with one_line(path):
+        text = path.read_text(encoding="utf-8-sig")
+        lines: Any = json.loads(text) if text.startswith("[") else text.split("\n")
     for number, line in enumerate(lines, 1):
-        try:
+        if line == "":
+            continue
+        with one_line(f"{path}:{number}"):
             record: Any = json.loads(line) if isinstance(line, str) else line
             if convert:
                 record = convert(record)
             record = {n: v for n, v in record.items() if v is not None or n in required}
             record.update(check(record))  # in the order of the file
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}:{number}: {' '.join(str(error).split())[:300]}") from None
         yield record

@@ -7,6 +7,7 @@ class, where the paper's settings stand.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,8 +18,18 @@ import tyro
 from tyro.conf import UseAppendAction
 
 from qlass import UserError, presets
-from qlass.outputs import default_run, read_json, warn
+from qlass.outputs import LAYOUT, default_run, read_json, warn
 
+POSITIVE = (
+    "M",
+    "N",
+    "epochs",
+    "patience",
+    "save_every",
+    "batch",
+    "max_new_tokens",
+    "width",
+)  # not 0
 C = TypeVar("C")
 R = TypeVar("R", bound="Run")
 
@@ -55,7 +66,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(Run):
-    """Where a model computes, and in how many bits: with a GPU's numbers no CPU's go on."""
+    """Where a model computes, and in how many bits. What a GPU began no CPU goes on with."""
 
     load_in: Literal["4bit", "8bit"] | None = None  # bits per weight (bitsandbytes)
     precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
@@ -86,6 +97,7 @@ class Learning(Model):
     """How a large model is trained in little memory; the defaults are Table 5's."""
 
     lr: float = 1e-5  # learning rate at its peak
+    epochs: int = 3  # at most
     batch: int = 64  # examples per update (of pairs at least)
     patience: int = 2  # epochs without a better validation before it ends
     lora: int | None = None  # train updates of this rank alone
@@ -124,7 +136,8 @@ def read(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R
     config = dataclasses.replace(config, preset=config.preset or presets.preset_for(config))
     defaults = {n: v for n, v in presets.settings(config).items() if n not in said}
     config = dataclasses.replace(config, **defaults)
-    defaults.pop("env_option", None)
+    if run:
+        defaults.pop("env_option", None)
     shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in defaults.items())
     if shown:
         print(f"settings of the {config.preset} preset, {config.env}: {shown}", file=sys.stderr)
@@ -135,11 +148,12 @@ def read(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R
 
 
 def check_numbers(config: Run) -> None:
-    """UserError for a negative number, or one that is none."""
+    """UserError for a number that is too small, or none."""
     for name, value in vars(config).items():
+        least = int(name in POSITIVE)
         for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, int | float) and not number >= 0:
-                raise UserError(f"--{name.replace('_', '-')} {number}: 0 or more is expected")
+            if isinstance(number, int | float) and not least <= number < math.inf:
+                raise UserError(f"--{name.replace('_', '-')} {number}: {least} or more is expected")
 
 
 def read_run(run: Path) -> dict[str, Any]:
@@ -147,7 +161,10 @@ def read_run(run: Path) -> dict[str, Any]:
     file = run / "run.json"
     if not file.exists() and any(run.glob("*.meta.json")):
         warn(f"{file} is missing: this command takes {run} for a new run")
-    return read_json(file) if file.exists() else {}
+    values = read_json(file) if file.exists() else {}
+    if values and values.get("layout") != LAYOUT:
+        raise UserError(f"{file}: of another version of this code: give another --run")
+    return values
 
 
 def run_stage(main: Callable[[], None]) -> None:
@@ -158,6 +175,7 @@ def run_stage(main: Callable[[], None]) -> None:
         sys.exit("stopped; the same command resumes")
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

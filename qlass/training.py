@@ -158,10 +158,12 @@ class Training:
         if self.complete:
             print(f"{out}: is complete; --overwrite trains it again", flush=True)
 
-    def resume(self, model: nn.Module, optimizer: Any, order: list[list[list[int]]]) -> None:
-        """Begin, or go on from the last state. order: the updates of each epoch."""
-        self.model, self.optimizer, self.order = model, optimizer, order
-        self.steps = sum(map(len, order))
+    def resume(self, model: nn.Module, optimizer: Any, sizes: Sequence[int]) -> None:
+        """Begin, or go on from the last state. sizes: of the examples, for `updates_of`."""
+        self.model, self.optimizer = model, optimizer
+        batch, seed, epochs = self.config.batch, self.config.seed, range(self.config.epochs)
+        self.order = [updates_of(sizes, batch, seed, epoch) for epoch in epochs]
+        self.steps = sum(map(len, self.order))
         if (self.states / "last.pt").exists():
             self.load("last.pt")
         if share()[0] == 0:

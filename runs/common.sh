@@ -73,6 +73,9 @@ learn_q() {  # FOLDER SFT FLAG...: stages 2 to 4, exploration trees of an agent,
     stage bellman.py "${here[@]}" "${labels[@]}"
     stage train_qnet.py "${here[@]}" "${agent[@]}" "${qnet[@]}"
 }
+other_labels() {  # TARGET: RUN/q_labels-TARGET.jsonl, of the same trees
+    stage -m experiments.targets "${common[@]}" --run "$RUN" "${labels[@]}" --target "$1" --out "$RUN/q_labels-$1.jsonl"
+}
 another_qnet() {  # NAME FLAG...: RUN/qnet-NAME, of the same trees
     stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" "${@:2}" --out "$RUN/qnet-$1"
 }

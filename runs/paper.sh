@@ -101,7 +101,7 @@ case $ENV in
         webshop
         for target in q avg reward; do
             labels=$RUN/q_labels-$target.jsonl net=$RUN/qnet-$target
-            "$PYTHON" bellman.py "${env[@]}" --target $target --out "$labels"
+            "$PYTHON" -m experiments.targets "${env[@]}" --target $target --out "$labels"
             $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}" --labels "$labels" --out "$net"
             # Each action the best of three, one trajectory a task (Q*Agent's setting).
             self_trained target-$target target=$target --limit 0 "${play[@]}" --method qlass -M 3 -N 1 --qnet "$net"

@@ -13,9 +13,7 @@ no_flags "$@"
 nets() {  # the agent, its QNet, and nets of the same trees on other targets
     learn_q "$RUN" "$RUN/sft"
     for target in avg reward td mc; do
-        values=(bellman.py)
-        case $target in td | mc) values=(-m experiments.qval.targets) ;; esac
-        stage "${values[@]}" "${common[@]}" --run "$RUN" "${labels[@]}" --target $target --out "$RUN/q_labels-$target.jsonl"
+        other_labels $target
         another_qnet $target --labels "$RUN/q_labels-$target.jsonl"
     done
 }

@@ -69,7 +69,7 @@ ablations() {  # QLASS with M = 4 each time. 300 trees would take a third of the
     local target q
     for target in avg reward; do
         q=$RUN/q_labels-$target.jsonl
-        stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}" --target $target --out "$q"
+        other_labels $target
         with_qnet $target "target=$target" --labels "$q"
         with_qnet $target-all "target=$target, loss on all tokens" --labels "$q" --loss-on all
         retrained self-$target "self-trained, target=$target" --method qlass --qnet "$RUN/qnet-$target"

@@ -36,7 +36,7 @@ for ((SEED = 0; SEED < SEEDS; SEED++)); do
     walk tree_search --method beam -M 4 -k $k
     walk tree_search --method particles -N 4 8 --tau $tau
     walk retry -N 4 --until oracle $stop
-    stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}" --target avg --out "$RUN/q_labels-avg.jsonl"
+    other_labels avg
     another_qnet avg --labels "$RUN/q_labels-avg.jsonl"
     variant avg "target=avg" --method qlass -M 4 --qnet "$RUN/qnet-avg"
 done

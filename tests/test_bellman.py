@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bellman
+from experiments import targets
 from qlass import UserError
 from qlass.outputs import meta_of, read_jsonl
-from qlass.trees import average_rewards, branch_rewards
 
 
 def node(node_id, parent, reward=0.0, branch=0, done=False, **more) -> dict:
@@ -33,7 +33,8 @@ def tree_by_hand() -> list[dict]:
 
 
 def values(tree, target, gamma=0.9):
-    return {n["node_id"]: (n["q_raw"], n["q"]) for n in bellman.label(tree, target, gamma)}
+    labelled = bellman.label(tree, targets.TARGETS[target](tree, gamma))
+    return {n["node_id"]: (n["q_raw"], n["q"]) for n in labelled}
 
 
 @pytest.mark.parametrize(("target", "raw"), [
@@ -48,16 +49,10 @@ def test_values_by_hand(target, raw):
         assert (value, q) == pytest.approx((raw[n], (raw[n] - 0.2) / 0.8))
     # A demonstration (branch 1) that stops early, on whose way the agent was stopped at its limit.
     cut = [node(0, None), node(1, 0, branch=1, cut=0.3), node(2, 1, branch=1), node(3, 0, 0.6, branch=2, done=True)]
-    assert branch_rewards(cut, 0.9) == [0.0, 0.0, 0.0, 0.6]
+    assert targets.reward(cut, 0.9) == [0.0, 0.0, 0.0, 0.6]
     on_the_way = [node(0, None), node(1, 0, 0.3), node(2, 1, 1.0, done=True)]  # counts once and undiscounted
     assert bellman.q_values(on_the_way, 0.5) == pytest.approx([0.4, 0.8, 1.0])
-
-
-@pytest.mark.parametrize("target", bellman.TARGETS)
-def test_a_flat_tree_tells_nothing_apart(target):
-    flat = [node(0, None), node(1, 0, branch=1), node(2, 1, branch=1, done=True), node(3, 0, branch=2, done=True)]
-    assert all(v == (0.0, 0.0) for v in values(flat, target).values())
-    assert values([node(0, None, 0.7)], "q") == {0: (0.7, 0.0)}  # a root alone
+    assert values([node(0, None, 0.7)], target)[0][1] == 0.0  # a root alone
 
 
 @st.composite
@@ -80,7 +75,7 @@ def paths_below(tree: list[dict], start: int) -> list[list[dict]]:
 
 @given(grown_trees(), st.floats(0.05, 1), st.permutations(range(25)))
 def test_all_targets_equal_brute_force_whatever_the_names_of_nodes(tree, gamma, names):
-    q, average, branch = bellman.q_values(tree, gamma), average_rewards(tree, gamma), branch_rewards(tree, gamma)
+    q, average, branch = bellman.q_values(tree, gamma), targets.avg(tree, gamma), targets.reward(tree, gamma)
     for n in tree:
         paths = paths_below(tree, n["node_id"])
         best = max(sum(gamma**t * m["reward"] for t, m in enumerate(path)) for path in paths)
@@ -104,12 +99,13 @@ def label(tmp_path):
 
 
 def test_the_command_keeps_every_line_and_adds_q_and_replaces_its_own_labels_alone(label, tmp_path, capsys):
-    with pytest.raises(UserError, match="not of this command"):
+    with pytest.raises(UserError, match="is an input too"):
         label(tree_by_hand(), out="trees.jsonl")
     flat = [n | {"task_id": "u", "reward": 0.0} for n in tree_by_hand()]
     assert len(label(tree_by_hand())) == 5
     written = label(tree_by_hand() + flat, "--gamma", "0.5")  # it takes no time, and so always writes anew
     assert [n["q_raw"] for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, *[0.0] * 5])
+    assert not any(n["q"] for n in written[5:])  # a flat tree tells nothing apart
     for line in written:
         del line["q"], line["q_raw"]
     assert written == tree_by_hand() + flat

@@ -22,6 +22,7 @@ import bellman
 import envs
 from experiments.chat_policy import ChatPolicy
 from experiments.qval.points import EXACT, Point, exact
+from experiments.targets import TARGETS
 from qlass import UserError
 from qlass.batching import LogProb, Request, Score, ask
 from qlass.chat import Rendering
@@ -182,7 +183,7 @@ def labels_of(trees: Path, target: str, gamma: float, first: int) -> dict[tuple[
     """The mean label of each state and action of the trees."""
     labels = defaultdict(list)
     for tree in read_trees(trees):
-        for pair in pairs_of(bellman.label(tree, target, gamma)):
+        for pair in pairs_of(bellman.label(tree, TARGETS[target](tree, gamma))):
             labels[place(pair.state, pair.action, first)].append(pair.q)
     return {pair: fmean(q) for pair, q in labels.items()}
 

@@ -1,0 +1,77 @@
+"""bellman.py with other targets than Eq. (7), for value nets that train_qnet.py trains in the same way as QNet.
+
+    python -m experiments.targets --run runs/frozenlake --target td --out runs/frozenlake/q_labels-td.jsonl
+    python train_qnet.py --run runs/frozenlake --labels runs/frozenlake/q_labels-td.jsonl --out runs/frozenlake/qnet-td
+
+td   r + gamma times the mean of the children: where TD(0) settles on the tree's transitions, if each is as frequent
+     as its siblings. Eq. (7) has the maximum in place of the mean
+mc   the discounted reward of the branch that made the node: the sample that a Monte-Carlo value net regresses on
+avg, reward   the process rewards beside Eq. (7) in Section 5.2 of the paper (Fig. 4)
+"""
+
+import dataclasses
+from typing import Literal
+
+import bellman
+from qlass.settings import read, run_stage
+from qlass.trees import children_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(bellman.Config):
+    target: Literal["q", "td", "mc", "avg", "reward"] = "q"  # q: Eq. (7), as bellman.py; see above
+
+
+def td(tree: list[dict], gamma: float) -> list[float]:
+    q = [node["reward"] for node in tree]
+    for i, children in reversed(list(enumerate(children_of(tree)))):
+        if children:
+            q[i] += gamma * sum(q[child] for child in children) / len(children)
+    return q
+
+
+def mc(tree: list[dict], gamma: float) -> list[float]:
+    """A branch is a chain of new nodes: one child of each, at most, is of its own branch."""
+    q = [node["reward"] * node["done"] for node in tree]
+    for i, children in reversed(list(enumerate(children_of(tree)))):
+        q[i] += gamma * sum(q[child] for child in children if tree[child]["branch"] == tree[i]["branch"])
+    return q
+
+
+def avg(tree: list[dict], gamma: float) -> list[float]:
+    """The mean of the final rewards below a node (Math-Shepherd's soft estimate)."""
+    children = children_of(tree)
+    total = [node.get("cut", node["reward"]) for node in tree]
+    leaves = []
+    for node, below in zip(tree, children, strict=True):
+        leaves.append(int("cut" in node or not below))
+    for i in reversed(range(len(tree))):  # from the leaves to the root
+        for child in children[i]:
+            leaves[i] += leaves[child]
+        total[i] += sum(total[child] for child in children[i])
+    return [rewards / n for rewards, n in zip(total, leaves, strict=True)]
+
+
+def reward(tree: list[dict], gamma: float) -> list[float]:
+    """The final reward of the branch that made the node; 0 if the demonstration stops early."""
+    final: dict[int, float] = {}
+    goes_on = {(node["parent_id"], node["branch"]) for node in tree}
+    for node in tree:
+        here = node["node_id"], node["branch"]
+        if node["done"] or ("cut" in node and here not in goes_on):
+            final[node["branch"]] = node.get("cut", node["reward"])
+    rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]
+    lowest = min(rewards, default=0.0)  # the root's, which no branch made
+    return [lowest, *rewards]
+
+
+TARGETS = {"q": bellman.q_values, "td": td, "mc": mc, "avg": avg, "reward": reward}
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = read(Config, __doc__, argv)
+    bellman.write_labels(config, TARGETS[config.target])
+
+
+if __name__ == "__main__":
+    run_stage(main)
