@@ -323,11 +323,11 @@ def completion(text: str, end: str | None = "stop", read: int = 0, written: int 
     return {"object": "text_completion", "model": "first", "usage": usage, "choices": [choice]}
 
 
-def chat_completion(content: str | None, end: str = "stop", read: int = 0, **more: Any) -> dict:
-    """A reply to chat completions. more: of the message, as reasoning_content."""
-    written = len((content or "").split())
+def chat_completion(content: str, read: int = 0) -> dict:
+    """A reply to chat completions, whose tokens are words."""
+    written = len(content.split())
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    choice = {"index": 0, "message": {"role": "assistant", "content": content} | more, "finish_reason": end}
+    choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
     return {"object": "chat.completion", "model": "first", "usage": usage, "choices": [choice]}
 
 
@@ -338,9 +338,9 @@ class FakeServer:
         with FakeServer(model, qnet) as server: ... server.url ...
 
     model, qnet: whose log-probabilities and values it tells. Answers of another kind have `text`, a format of the
-    body: "Action: left {seed}". script: what answers the next requests instead, each a status (503; 0 resets the
-    connection), a reply, a (status, reply, headers), or a function that gives one of these for the body. seen: all
-    bodies that were posted. models: entries of the list.
+    request's seed and of a move that depends on it. script: what answers the next requests instead, each a status
+    (503; 0 resets the connection), a reply, or a function that gives one of these for the body. seen: all bodies that
+    were posted. models: entries of the list.
     """
 
     def __init__(self, model: Any = None, qnet: Any = None, text: str = "Action: left {seed}") -> None:
@@ -350,20 +350,24 @@ class FakeServer:
         self.models = [{"id": "first"}]
 
     def __enter__(self) -> FakeServer:
-        self.running = serving(self.answer, self.models)
-        self.url = self.running.__enter__()
+        handler = type("Fake", (Handler,), {"fake": self})
+        kind = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 128})  # of 5 it resets others
+        self.server = kind(("127.0.0.1", 0), handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.running.__exit__(*error)
+        self.server.shutdown()
+        self.server.server_close()
 
-    def answer(self, body: dict) -> tuple:
+    def answer(self, body: dict) -> tuple[int, dict]:
         self.seen.append(body)
         turn = self.script.pop(0) if self.script else self.well
         turn = turn(body) if callable(turn) else turn
         if isinstance(turn, int):
             return turn, {"error": {"message": "no"}}
-        return turn if isinstance(turn, tuple) else (200, turn)
+        return 200, turn
 
     def well(self, body: dict) -> dict:
         """A reply with which nothing is wrong."""
@@ -371,7 +375,8 @@ class FakeServer:
             return self.embeddings(body)
         if "prompt_logprobs" in body:
             return self.prompt_logprobs(body)
-        text = self.text.format(**{"seed": None} | body)
+        seed = body.get("seed", 0)
+        text = self.text.format(seed=seed, move=("left", "right")[seed % 2])
         if "messages" in body:
             words = sum(len(message["content"].split()) for message in body["messages"])
             return chat_completion(text, read=words)
@@ -399,40 +404,27 @@ class FakeServer:
         return {"object": "list", "data": entries[::-1], "model": body["model"], "usage": usage}
 
 
-@contextlib.contextmanager
-def serving(answer: Callable[[dict], tuple], models: Any = ({"id": "first"},)) -> Iterator[str]:
-    """A server's URL: `answer` gives status, body and perhaps headers for each body posted; a GET lists the models.
+class Handler(BaseHTTPRequestHandler):
+    fake: FakeServer
 
-    Status 0 resets the connection; a body of bytes is sent as it is.
-    """
+    def do_GET(self) -> None:
+        self.reply(200, {"data": self.fake.models})
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.reply(200, {"data": models})
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.reply(*self.fake.answer(json.loads(body)))
 
-        def do_POST(self):
-            self.reply(*answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+    def reply(self, status: int, body: dict) -> None:
+        if not status:
+            return self.connection.shutdown(socket.SHUT_RDWR)
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
-        def reply(self, status, body, headers=()):
-            if not status:
-                return self.connection.shutdown(socket.SHUT_RDWR)
-            data = body if isinstance(body, bytes) else json.dumps(body).encode()
-            self.send_response(status)
-            for name, value in dict(headers, **{"Content-Length": len(data)}).items():
-                self.send_header(name, str(value))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    kind = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 128})  # of 5 it resets others
-    with kind(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/v1"
-        finally:
-            server.shutdown()
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 def free_port() -> str:

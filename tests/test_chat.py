@@ -1,10 +1,11 @@
 """States, actions, marks and how they become tokens under the chat templates of real model families."""
 
+from contextlib import nullcontext
+
 import pytest
 from fakes import CHATML, LLAMA_2, TEMPLATES, chat_tokenizer, tiny_backbone, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
 
 from qlass import UserError
 from qlass.batching import LogProb, Sample, Score
@@ -106,13 +107,6 @@ def test_a_state_reads_as_the_models_own_template_writes_it(name, scheme):
     assert tokenizer.convert_ids_to_tokens(ids[-1]) == ENDS[name] and ids[-1] == chat.stop_id
 
 
-def test_a_token_that_takes_the_space_before_it_leaves_the_prompt_as_it_is():
-    tokenizer = chat_tokenizer("chatml")
-    tokenizer.add_tokens([AddedToken("[SEP]", lstrip=True)])
-    chat = Chat(tokenizer, Rendering())
-    assert chat.action("[SEP] a", "") == [*tokenizer("[SEP] a", add_special_tokens=False).input_ids, chat.stop_id]
-
-
 texts = st.text(alphabet="ab [].:✓é\n", min_size=1, max_size=12).map(lambda s: s.strip() or "a")
 chats = st.sampled_from([*CHATS.values(), MARKING, word_chat(), word_chat(compact=True)])
 
@@ -179,7 +173,6 @@ def test_control_tokens_in_a_message_stay_text(name):
         assert special.isdisjoint(ids) and end == chat.stop_id
         assert chat.text(ids) == page or name == "llama-2"  # whose decoder drops spaces
         observed = chat.prompt(State((("user", page),)))
-        assert page.replace(" ", "") in chat.tokenizer.decode(observed).replace(" ", "")
         assert [i for i in observed if i in special] == [i for i in other if i in special]  # the template's own
 
 
@@ -187,7 +180,6 @@ def test_prompts_beyond_the_context():
     chat = word_chat(max_new_tokens=5)
     chat.context = 40  # and so 35 of a prompt
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "")
-    assert chat.prompt_tokens(state) == chat.message_tokens(state) and not chat.is_cut(state)
     for _ in range(6):
         state = state.then("Action: left", "Observation: nothing happens")
     length = sum(map(len, chat.message_tokens(state)))
@@ -232,20 +224,13 @@ def test_an_action_beyond_the_context_is_an_error(kind):
     agent, qnet = kind(tiny_lm(chat), chat), scorer(QNet(tiny_backbone(chat), chat).eval(), plain=kind is Policy)
     state = State((("user", "walk find the purse"), ("assistant", "OK"), ("user", "you stand")), "")
     room = 20 - len(chat.prompt(state)) - 2  # "Action:" and the end
-    fits, beyond = ("Action: " + "left " * words for words in (room, room + 1))
-    assert room > 5 and chat.fits(state, fits) and not chat.fits(state, beyond)
-
-    def read(action: str) -> list:
-        """What a reader of each kind does; each is an error by itself."""
-        valid = ("Action: left", action)
-        return [
+    for words in (room, room + 1):
+        action = "Action: " + "left " * words
+        message = f"action of {words + 2} are more than the model's context of 20: --trunc"
+        for reader, request in (
             (agent.likelihoods, LogProb(state, (action,))),
-            (agent.sample, Sample(state, 1, ("a",), 1.0, valid)),
+            (agent.sample, Sample(state, 1, ("a",), 1.0, ("Action: left", action))),
             (qnet.score, Score(state, (action,))),
-        ]
-
-    for reader, request in read(fits):
-        reader([request])
-    for reader, request in read(beyond):
-        with pytest.raises(UserError, match=f"action of {room + 3} are more than the model's context of 20: --trunc"):
-            reader([request])
+        ):
+            with nullcontext() if words == room else pytest.raises(UserError, match=message):
+                reader([request])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -50,9 +49,8 @@ def copy(tmp_path, agent):
 # --------------------------------------------------------------------------------- what is not supported is not read
 
 
-def rewrite(folder: Path, **settings: object) -> None:
-    """More in its config.json."""
-    file = folder / "config.json"
+def rewrite(file: Path, **settings: object) -> None:
+    """More in a file of settings."""
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
@@ -61,12 +59,6 @@ def reweigh(folder: Path, change: Callable[[dict], object]) -> None:
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def retokenize(folder: Path, **settings: object) -> None:
-    """Other settings in its tokenizer.json."""
-    file = folder / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
 def cut(file: Path) -> None:
@@ -130,13 +122,13 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to 
         lambda folder: reweigh(folder, lambda weights: weights["model.norm.weight"].fill_(float("nan"))),
         "its outputs are not finite(?!.*--plain)",
     ),
-    "a config of other sizes": (lambda folder: rewrite(folder, intermediate_size=128), "size"),
+    "a config of other sizes": (lambda folder: rewrite(folder / "config.json", intermediate_size=128), "size"),
     "few bits of another maker": (
-        lambda folder: rewrite(folder, quantization_config={"quant_method": "awq"}),
+        lambda folder: rewrite(folder / "config.json", quantization_config={"quant_method": "awq"}),
         "quantized",
     ),
     "positions that change with the length": (
-        lambda folder: rewrite(folder, rope_parameters=DYNAMIC),
+        lambda folder: rewrite(folder / "config.json", rope_parameters=DYNAMIC),
         "positions of kind dynamic",
     ),
     "a cut file of weights": (lambda folder: cut(folder / "model.safetensors"), "file not fully covered"),
@@ -148,7 +140,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to 
     "no tokenizer": (without_tokenizer, "tokenizer"),
     "no chat template": (lambda folder: (folder / "chat_template.jinja").unlink(), "tokenizer.chat_template"),
     "a tokenizer that lowers letters": (
-        lambda folder: retokenize(folder, normalizer={"type": "Lowercase"}),
+        lambda folder: rewrite(folder / "tokenizer.json", normalizer={"type": "Lowercase"}),
         "its tokenizer changes an action",
     ),
     "tokens beyond the embeddings": (with_more_tokens, "embeddings"),
@@ -174,9 +166,7 @@ def test_a_foreign_checkpoint_is_refused_in_one_line(copy, name):
     refused(copy, reason)
 
 
-def test_plain_reads_a_recurrent_model_and_no_encoder(copy):
-    mamba(copy)
-    models.load(copy, Sampling(plain=True))
+def test_plain_reads_no_encoder_either(copy):
     encoder(copy)
     refused(copy, "it is not causal", plain=True)
 
@@ -209,22 +199,11 @@ def test_a_tokenizer_that_gives_other_tokens_than_its_sentencepiece_model_is_ref
     refused(tmp_path, "its tokenizer gives other tokens than its tokenizer.model")
 
 
-class Bomb(str):
-    """Who unpickles it makes a folder of this name."""
-
-    def __reduce__(self):
-        return os.mkdir, (str(self),)
-
-
 def test_code_that_comes_with_a_checkpoint_is_not_run(copy, tmp_path):
-    struck, weights = tmp_path / "struck", copy / "model.safetensors"
-    (copy / "pytorch_model.bin").write_bytes(pickle.dumps({"model.embed_tokens.weight": Bomb(struck)}))
-    kept = weights.rename(tmp_path / "kept")
-    refused(copy, "safetensors")
-    kept.rename(weights)
+    struck = tmp_path / "struck"
     (copy / "evil.py").write_text(f"import os; os.mkdir({str(struck)!r})\nclass A:\n    pass\n")
     maps = {name: "evil.A" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")}
-    rewrite(copy, model_type="evil", auto_map=maps)
+    rewrite(copy / "config.json", model_type="evil", auto_map=maps)
     refused(copy, "custom code")
     assert not struck.exists()
 

@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from experiments import eto
 from experiments.eto import Preference, dpo_loss, failures, pack_preferences, siblings
 from experiments.learning import Learner
-from qlass import UserError
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
 from qlass.messages import State, parse_action, react
@@ -121,26 +120,14 @@ def test_beta_and_the_reference_are_what_is_trained_with(pairs):
     assert losses == pytest.approx([math.log(2), expected], abs=1e-5) and expected < math.log(2)
 
 
-@pytest.fixture
-def start(fake_world, agent, tmp_path):
-    def run(name, records, *flags):
-        (tmp_path / name).write_text(dump(records))
-        eto.main(["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), *flags])
-        return read_jsonl(tmp_path / "sft-eto-siblings.updates.jsonl")
-
-    return run
-
-
-def test_it_learns_from_siblings(start):
+def test_it_learns_from_siblings(fake_world, agent, tmp_path):
     labelled = tree((0, "Action: left", 0.0), (0, "Action: right", 1.0))
+    (tmp_path / "q_labels.jsonl").write_text(dump(labelled))
     flags = ["--lr", "0.003", "--val", "1", "--batch-tasks", "1", "--budget", "400", "--every", "100"]
-    lines = start("q_labels.jsonl", labelled, *flags, "--pairs", "siblings")
+    run = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent)]
+
+    eto.main([*run, *flags, "--pairs", "siblings"])
+
+    lines = read_jsonl(tmp_path / "sft-eto-siblings.updates.jsonl")
     assert lines[-1]["loss"] < lines[1]["loss"] and lines[-1]["right"] == 1
     assert {line["env_steps"] for line in lines[1:]} == {2}  # those of the tree, once
-
-
-def test_demonstrations_of_no_reward_or_of_test_tasks_teach_nothing(start):
-    lines = [trajectory("left"), trajectory("left", task="test0")]
-    del lines[0]["reward"]
-    with pytest.raises(UserError, match=r"expert.jsonl: none of its demonstrations has the id and the reward"):
-        start("expert.jsonl", lines, "--expert", "expert.jsonl")

@@ -31,8 +31,6 @@ def test_tasks_are_all_cells_that_reach_the_goal_once(layout, sizes, lakes):
     assert sorted(task for split in splits for task in split) == sorted({*env.task_ids("all")})
     assert tuple(map(len, splits)) == sizes
     assert len({task.rpartition("/")[0] for task in splits[0]}) == lakes  # every one is known from training
-    random = envs.make("frozenlake", map="random4").task_ids("all")
-    assert len({tuple(generate_random_map(4, seed=int(t.split("/")[1]))) for t in random}) == 1000  # in no two splits
 
 
 @pytest.mark.parametrize("layout", ["8x8", "lakes2", "random8"])

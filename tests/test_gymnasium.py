@@ -1,4 +1,4 @@
-"""Gymnasium's interface, word by word: make, make_vec, autoreset, wrappers, seeds, options, splits."""
+"""Gymnasium's interface, word by word: make, make_vec, autoreset, seeds, options, splits."""
 
 import itertools
 import warnings
@@ -7,7 +7,6 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 
 import envs
 from qlass import UserError
@@ -29,7 +28,6 @@ def test_a_split_that_make_names_holds_and_seeds_begin_a_sequence_of_tasks(name)
             env = gymnasium.make(name, split=split)
             played = {seed: sequence(env, seed) for seed in range(20)}
             assert set(itertools.chain(*played.values())) <= set(env.unwrapped.task_ids(split))
-            assert sum(first == second for first, second, *_ in played.values()) < 6
             assert len(set(map(tuple, played.values()))) == 20
             assert played[3] == sequence(gymnasium.make(name, split=split), 3) == sequence(env.unwrapped.fork(), 3)
         env.unwrapped.reset(seed=3)  # a task that is named leaves the next draw where it was
@@ -40,14 +38,11 @@ def test_a_split_that_make_names_holds_and_seeds_begin_a_sequence_of_tasks(name)
         gymnasium.make(name, split="nowhere").reset()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("autoreset", AutoresetMode)
 @pytest.mark.parametrize("name", [IDS[0], IDS[3]])
-def test_environments_side_by_side_play_their_split_through_every_autoreset(name, mode, autoreset):
-    kwargs = {"vectorization_mode": mode, "vector_kwargs": {"autoreset_mode": autoreset}}
-    if mode == "async":
-        kwargs["vector_kwargs"]["shared_memory"] = False  # which texts of any letters do not fit in
-    both = gymnasium.make_vec(name, 2, split="test", max_steps=2, **kwargs)
+def test_environments_side_by_side_play_their_split_through_every_autoreset(name, autoreset):
+    options = {"autoreset_mode": autoreset, "shared_memory": False}  # which texts of any letters do not fit in
+    both = gymnasium.make_vec(name, 2, split="test", max_steps=2, vectorization_mode="async", vector_kwargs=options)
     _, info = both.reset(seed=7)
     tasks = [info["task_id"]]
     for _ in range(5):
@@ -63,18 +58,6 @@ def test_environments_side_by_side_play_their_split_through_every_autoreset(name
     both.close()
     alone = gymnasium.make(name, split="test")
     assert np.array(tasks).T.tolist() == [sequence(alone, seed) for seed in (7, 8)]
-
-
-@pytest.mark.parametrize("name", IDS)
-def test_wrappers_of_gymnasium_end_and_count_an_episode(name):
-    env = RecordEpisodeStatistics(TimeLimit(gymnasium.make(name, split="test", max_steps=None), 3))
-    with pytest.raises(gymnasium.error.ResetNeeded):
-        env.step("sing")
-    for _ in range(2):
-        env.reset()
-        assert [env.step("sing")[3] for _ in range(2)] == [False, False]
-        truncated, info = env.step("sing")[3:]
-        assert truncated and info["episode"]["l"] == 3
 
 
 def test_a_drawn_task_has_luck_of_its_own_and_a_named_one_always_the_same():

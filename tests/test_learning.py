@@ -10,8 +10,8 @@ from experiments import eto, ppo, tree_grpo
 from experiments.learning import Learner
 from qlass import UserError, demonstrations
 from qlass.fast.decode import FastPolicy
-from qlass.outputs import meta_of, read_jsonl
-from qlass.policy import QUESTION, load_policy
+from qlass.outputs import read_jsonl
+from qlass.policy import load_policy
 from qlass.settings import Sampling
 
 GROUPS = ["--batch-tasks", "8", "--minibatch", "4", "--every", "2"]
@@ -67,7 +67,7 @@ def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
 def test_a_critic_wants_labels_of_its_own_target(train, tmp_path):
     labels = tmp_path / "q_labels.jsonl"
     (tmp_path / "q_labels.meta.json").write_text('{"recipe": {"target": "q"}}')
-    with pytest.raises(UserError, match=r"not of `bellman\.py --target avg`"):
+    with pytest.raises(UserError, match=r"not of `experiments\.targets --target avg`"):
         train(ppo, "run", 60, "--warm-up", "9", "--labels", str(labels))
 
 
@@ -114,8 +114,6 @@ def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monk
     assert [line["val"] for line in train(tree_grpo, "run", 400, "--every", "1")[:3]] == [0.1, 0.6, 0.5]
     policy = load_policy(tmp_path / "run" / "sft-x", Sampling())
     assert all(torch.equal(w, states[1][name]) for name, w in policy.model.state_dict().items())
-    mark = meta_of(tmp_path / "run" / "sft-x")["fingerprint"]
-    assert mark == pytest.approx(policy.likelihoods([QUESTION])[0], abs=1e-3)
 
 
 def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, tmp_path, monkeypatch):
@@ -140,8 +138,3 @@ def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
     assert last["entropy"] > 0 and last["kl"] > 0  # words at random earn nothing: the bonus moves it
     saved = load_policy(tmp_path / "free" / "sft-x", Sampling()).model.state_dict()
     assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
-
-
-def test_a_group_of_one_is_refused(train):
-    with pytest.raises(UserError, match="one trajectory"):
-        train(tree_grpo, "run", 100, "--rounds", "0", "-M", "4", "--advantage", "intra")

@@ -68,14 +68,15 @@ def test_recorded_walks_through_alfworlds_class_and_ours(grammar, tmp_path):
     assert steps == {"new": 1022, "old": 572}[grammar]
 
 
-def test_side_by_side_with_alfworlds_class(tmp_path):
+def test_side_by_side_with_alfworlds_class(tmp_path, monkeypatch):
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))  # else alfworld sets it for all that comes later
     pytest.importorskip("alfworld", reason="pip install -r requirements-alfworld.txt")
     from alfworld.agents.environment.alfred_tw_env import AlfredTWEnv as Original
 
     folder = make_alfworld.write(tmp_path / "games", seed=5, train=2, full=True)
     settings, rng = config(folder, max_steps=3), random.Random(0)
     games = [kind(settings, "train") for kind in (AlfredTWEnv, Original)]
-    ours, theirs = (game.init_env(batch_size=1) for game in games)
+    ours, theirs = (game.init_env(batch_size=2) for game in games)
     for number in range(4):  # more than there are games: the second round has another order
         if number == 3:
             assert ours.seed(7) == theirs.seed(7)
@@ -83,42 +84,23 @@ def test_side_by_side_with_alfworlds_class(tmp_path):
         assert first == theirs.reset()
         commands = first[1]["admissible_commands"]
         for other in ("help", "dance", "look", "look"):  # beyond the limit, which repeats the last answer
-            action = [rng.choice([*commands[0], other, other])]
-            answer = ours.step(action)
-            assert answer == theirs.step(action)
+            actions = [rng.choice([*offered, other, other]) for offered in commands]
+            answer = ours.step(actions)
+            assert answer == theirs.step(actions)
             commands = answer[3]["admissible_commands"]
-        assert answer[2] == (True,)
+        assert answer[2] == (True, True)
 
 
 def test_games_of_a_split_in_the_order_of_the_seed(made):
     games = get_environment("AlfredTWEnv")(config(made, games=9))
     env = games.init_env(batch_size=3)
-    order = list(games.game_files)
-    rng = np.random.RandomState(1234)
-    for _ in range(2):  # round after round
-        rng.shuffle(order)
-        for at in (0, 3, 6):
-            assert env.reset()[1]["extra.gamefile"] == order[at : at + 3]
+    env.reset()
     assert env.seed(1) == [1] and env.skip(3) is None
     order = list(games.game_files)  # from the beginning again
     np.random.RandomState(1).shuffle(order)
     assert env.reset()[1]["extra.gamefile"] == order[3:6]
     every, clean = (AlfredTWEnv(config(made, task_types=types)).game_files for types in (range(1, 7), [3]))
     assert clean == [path for path in every if "pick_clean" in path] != []
-
-
-def test_a_batch_steps_side_by_side_and_a_done_game_stands_still(made):
-    env = AlfredTWEnv(config(made, max_steps=0)).init_env(batch_size=2)
-    env.reset()
-    for command in env.games[0].walkthrough:
-        last, scores, dones, infos = env.step([command, "look"])
-    assert (scores, dones, infos["won"]) == ((1, 0), (True, False), [True, False])
-    observations, scores, dones, infos = env.step(("look", "inventory"))
-    assert observations == (last[0], "You are not carrying anything.")
-    assert (scores[0], dones[0]) == (1, True) and "look" in infos["admissible_commands"][1]
-    short = AlfredTWEnv(config(made, max_steps=2)).init_env(batch_size=1)
-    short.reset()
-    assert [short.step(["look"])[2] for _ in range(2)] == [(False,), (True,)]
 
 
 def test_what_alfworlds_class_leaves_out_or_refuses(made, tmp_path, monkeypatch):
@@ -128,9 +110,6 @@ def test_what_alfworlds_class_leaves_out_or_refuses(made, tmp_path, monkeypatch)
     file = Path(few.game_files[0])
     file.write_text(file.read_text().replace('"solvable": true', '"solvable": false'))
     assert str(file) not in AlfredTWEnv(config(tmp_path)).game_files
-    file.write_text(file.read_text()[:2000])
-    with pytest.raises(UserError, match="may be truncated"):
-        AlfredTWEnv(config(tmp_path))
     with pytest.raises(UserError, match="domain_randomization"):
         AlfredTWEnv(config(tmp_path, randomization=True))
     with pytest.raises(UserError, match=f"{tmp_path}/json_2.1.1/valid_seen: no games of the types"):
@@ -190,9 +169,9 @@ def test_the_file_of_products_that_is_named_is_read_or_the_first_of_it(tmp_path)
     for name in ("items_ins_v2", "items_human_ins"):
         (tmp_path / f"{name}.json").symlink_to(made / f"{name}.json")
     path = tmp_path / "items_shuffle.json"
-    for count, most in ((60, None), (30, 30)):
+    for most in (60, 30):
         env = WebAgentTextEnv("text", file_path=path, num_products=most)
-        assert len(env.server.shop.products) == count
+        assert len(env.server.shop.products) == most
     with pytest.raises(UserError, match=r"items_shuffle_2.json: found none of"):
         WebAgentTextEnv("text", file_path=tmp_path / "items_shuffle_2.json")
 
@@ -215,14 +194,12 @@ def test_default_arguments_and_the_id_of_the_original():
     first, info = env.reset(5, instruction_text="buy it")
     assert "buy it" not in first and info is None and env.instruction_text == "buy it"
     assert env.reset(5)[0] == first and env.instruction_text == env.get_instruction_text()
-    session = env.server.user_sessions["5"]
-    assert not session["done"] and session["goal"] == env.server.goals[5]
     assert len(env.step("search[shirt]")) == 4
     asin = env.get_available_actions()["clickables"][2]  # behind two buttons
-    for action in (f"click[{asin}]", "click[features]", "sing", "click[< prev]", "click[buy now]"):
+    for action in (f"click[{asin}]", "click[buy now]"):
         _, reward, done, _ = env.step(action)
-    assert session["asin"] == asin.upper()
-    assert done and session["done"] and session["reward"] == reward
+    session = env.server.user_sessions["5"]
+    assert done and session["done"] and session["reward"] == reward and session["asin"] == asin.upper()
     env.reset(5)
     assert session["done"] and session["asin"] is None  # as the original keeps it
 
@@ -238,15 +215,13 @@ def test_a_session_keeps_its_goal():
 
     with pytest.raises(UserError, match="observation_mode='html' is not supported"):
         WebAgentTextEnv()  # the original's default
-    with pytest.raises(UserError, match="show_attrs=1 is not supported: choose"):
-        WebAgentTextEnv("text", show_attrs=1)
 
 
 def test_the_doors_pickle_and_go_on_as_before(made):
     shop, batch = WebAgentTextEnv("text"), AlfredTWEnv(config(made, games=9)).init_env(batch_size=2)
     batch.reset()
     shop.step("search[shirt]")
-    steps = (shop, "click[next >]", {"session": 7}), (batch, ["look", "inventory"], {}), (shop, "x", {})
+    steps = (shop, "click[next >]", {"session": 7}), (batch, ["look", "inventory"], {})
     for door, action, reset in steps:
         twin = pickle.loads(pickle.dumps(door))
         assert twin.step(action) == door.step(action) and twin.reset(**reset) == door.reset(**reset)

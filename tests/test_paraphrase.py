@@ -1,7 +1,7 @@
 """Wordings of a task: each candidate under its own, what they cost, where the task stands; those of a server."""
 
 import pytest
-from fakes import FakeEnv, run, serving, word_chat
+from fakes import FakeEnv, FakeServer, chat_completion, run, word_chat
 
 import q_search
 from experiments.paraphrase import by_server, prompt_tokens, reword, under_wordings
@@ -56,7 +56,6 @@ def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_orig
     assert [[r.state.task for r in step] for step in drawn] == [words, words]
     for r in [r for step in drawn for r in step]:
         assert all(r.state.task in text for role, text in r.state.messages[2:] if role == "user")
-    assert [r.key for r in drawn[0]] == [("t", 0, 0), ("t", 0, 0, words[1]), ("t", 0, 0, words[2])]
     assert all(s.task == TASK and TASK in s.messages[-1][1] for s in scored)
     assert [step.action for step in steps] == ["Action: c1"] * 2
 
@@ -70,10 +69,9 @@ def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_orig
     assert tokens["scored"] == full[0] - own - ok + 2 * 3 * own
 
 
-@pytest.mark.parametrize(("trial", "indices"), [(0, {0, 1}), (1, {2, 3}), (2, {4, 0})])
-def test_trials_continue_with_further_wordings(trial, indices):
-    *_, drawn = guided(Method("qlass", "q", M=2), trial)
-    assert {r.state.task for step in drawn for r in step} == {wording(TASK, k) for k in indices}
+def test_trials_continue_with_further_wordings():
+    *_, drawn = guided(Method("qlass", "q", M=2), 1)
+    assert {r.state.task for step in drawn for r in step} == {wording(TASK, 2), wording(TASK, 3)}
 
 
 TOLD = (("user", "Shop. To find a shoe is all."), ("assistant", "OK"), ("user", "Task: find a shoe. All off."))
@@ -88,7 +86,6 @@ PAGES = ["Task: buy \\1. All off.", "Observation: to find a shoe. Task: buy \\1.
         (TOLD, "find a shoe", ["Shop. To buy \\1 is all.", *PAGES]),
         (TOLD, "red", None),  # the first messages do not say it
         (TOLD, "hoe", None),
-        (TOLD, " ", None),
         (TOLD, "", None),
     ],
 )
@@ -105,16 +102,10 @@ def test_the_task_is_worded_anew_where_it_is_said_or_refused(messages, task, pag
 
 
 def test_a_servers_wording_is_one_line_and_the_task_itself_if_it_says_nothing():
-    replies, seen = iter([(200, ' "one\n line" '), (200, ""), (404, "")]), []
-
-    def answer(body):
-        seen.append(body)
-        status, content = next(replies)
-        return status, {"choices": [{"message": {"content": content}}]}
-
-    with serving(answer) as url:
-        ask = by_server(url)
+    with FakeServer() as server:
+        server.script += [chat_completion(' "one\n line" '), chat_completion(""), 404]
+        ask = by_server(server.url)
         assert [ask(TASK, n) for n in range(3)] == [TASK, "one line", TASK]
-        assert seen[-1]["model"] == "first" and seen[-1]["messages"][0]["content"].endswith(TASK)
+        assert server.seen[-1]["messages"][0]["content"].endswith(TASK)
         with pytest.raises(UserError, match="404"):
             ask(TASK, 3)

@@ -74,11 +74,8 @@ def test_what_only_a_page_of_git_has():
     wider = 2 * stats.t(2).sf(0.2 / (0.3 / stats.t(2).ppf(0.975)))
     assert wider > stats.ttest_1samp([0.1, 0.2, 0.3], 0.0).pvalue
     assert (float(first["raw p"]), float(first["over all"])) == pytest.approx((wider, 2 * wider), abs=2e-4)
-    assert first["difference"].startswith("+0.200 [")
-    assert first["above"] == "3/3"
     assert (second["difference"], second["raw p"], second["above"]) == ("+0.046 ‡", "1.0000", "")
     assert third["comparison"].endswith("†")
-    assert third["raw p"]
     assert not third["over all"]  # it counts for nobody else
 
 
@@ -97,16 +94,6 @@ def test_what_is_decided_and_what_of_it_holds_over_all():
     assert [row["over all"].startswith("**") for row in table_rows] == [True, False, False, False, False, False]
 
 
-def test_a_plan_names_seeds_and_commits():
-    first = RESULTS.assign(commit="old")
-    second = RESULTS.assign(commit="new", reward=RESULTS["reward"] + 0.1 * (RESULTS["method"] == "qlass"))
-    both = pd.concat([first, second])
-    with pytest.raises(ValueError, match="not unique"):  # two rows of one unit
-        table(plan("f", "qlass", "greedy"), results=both)
-    (row,) = table(plan("f", "qlass", "greedy", commits="new", seeds="1 3"), results=both)
-    assert (row["difference"], row["above"]) == ("+0.300", "2/2")
-
-
 def test_rows_of_run_folders(tmp_path):
     turns = [("left", "wall"), ("right", "ice"), ("left", "ice"), ("left", "wall"), ("left", "wall")]  # two are repeats
     steps = []
@@ -119,10 +106,7 @@ def test_rows_of_run_folders(tmp_path):
         (folder / "results.jsonl").write_text(dump([line | {"reward": reward, "tokens": {"prompt": 7}}]))
     table = plans.unit_rows(sorted(tmp_path.iterdir())).set_index("seed")
     assert list(table.index) == ["all", "4", "5", "6"]
-    assert set(table["method"]) == {"qlass: untried first"}
     assert table.loc["all", ["reward", "tokens", "env_steps", "repeated", "trainings"]].tolist() == [0.5, 7, 5, 0.4, 3]
-    assert table["reward"].tolist()[1:] == [0.2, 0.4, 0.9]
-    assert table["low"].isna().tolist() == [False, True, True, True]
 
 
 def test_the_page_tells_what_git_does_not_show(capsys):
@@ -133,6 +117,5 @@ def test_the_page_tells_what_git_does_not_show(capsys):
     names = {section.partition("\n")[0] for section in sections if "Git cannot show that this plan came" in section}
     assert names == {"ranking", "WebShop, seeds 10 to 14", "half of the demonstrations, seeds 5 to 9", "Fig. 4"}
     bold = [section for section in sections[1:] if "**" in section]
-    assert bold[0].startswith("shops")
     assert not any(section.startswith(tuple(names)) for section in bold)
     assert "+0.093 [+0.018, +0.169] | 5/5 | 1,740/441 | 0.0266 | 0.1328 |" in page  # half of the demonstrations, anew

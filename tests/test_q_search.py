@@ -13,7 +13,7 @@ from qlass import UserError, models
 from qlass.batching import Sample, Score
 from qlass.messages import parse_action
 from qlass.results import tell_unknown
-from reporting.show import bar, show
+from reporting.show import show
 
 CHAT, stage = word_chat(), q_search
 GREEDY = Method("greedy", temperature=0.0)
@@ -80,9 +80,8 @@ def test_who_goes_where(method, script, q, way, reward):
 
 def test_equal_draws_are_one_candidate():
     record, *_ = episode(Method("qlass", "q", M=4), lambda r: say(*["left", " left ", "left", "right"][: r.n]), true_q)
-    step = record["steps"][0]
-    assert [(parse_action(c["action"]), c["q"]) for c in step["candidates"]] == [("left", 0.5), ("right", 1.0)]
-    assert step["observation"] == "Observation: you stand at start right"
+    candidates = record["steps"][0]["candidates"]
+    assert [(parse_action(c["action"]), c["q"]) for c in candidates] == [("left", 0.5), ("right", 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_an_agent_without_a_memory_reads_each_observation_once(monkeypatch):
 
 
 def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
-    """Plain in a pipe; bars reach from the least to the most of a step. Nothing is written."""
+    """Plain in a pipe. Nothing is written."""
 
     def draw(request):
         if request.temperature == 0:
@@ -184,8 +183,6 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
     assert text.startswith("Task test0. None of the first 2 test tasks has 3 steps in which there was a choice;")
     assert "There was a choice in 1 of 2 steps: step 1. In the others all samples were one action." in text
     assert not list(Path().iterdir())
-    lengths = [bar(score, scores).count("█") for scores in ([-3.0, -1.0, 1.0], [0.5], [None]) for score in scores]
-    assert lengths == [1, 12, 24, 24, 0]
 
 
 def test_actions_that_the_environment_never_knew_are_told(capsys):
@@ -210,6 +207,11 @@ def test_a_field_of_a_result_has_one_type_in_all_lines(search):
     lines = search("--method", "greedy", "best_of_n", "qlass", "-N", "2")
     kinds = {(name, type(value)) for line in lines for name, value in line.items()}
     assert len(kinds) == len({name for name, _ in kinds})
+
+
+def test_what_differs_by_rounding_alone_is_equal_and_of_equals_the_first_is_taken():
+    assert q_search.argmax([0.1, 0.20623595, 0.20623597, 0.2]) == 1
+    assert q_search.argmax([float("nan")] * 3) == 0
 
 
 def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted(search, monkeypatch):

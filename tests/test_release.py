@@ -16,11 +16,9 @@ from environments.alfworld.env import ALFWorldEnv
 from integrations import qlass_evaluation, qlass_release
 from integrations.qlass_evaluation import ALFWorld
 from qlass import UserError
-from qlass.batching import Score
 from qlass.chat import Chat, Rendering
 from qlass.messages import State
 from qlass.outputs import read_jsonl
-from train_qnet import QNet, scorer
 
 TOKENIZERS = ["llama-2 first", "llama-2 always", "llama-3"]  # SentencePiece adds a space to a text, or to each part
 EXAMPLE = [{"role": "user", "content": "A room.\n\nYour task is to: look."}, {"from": "gpt", "content": "Action: go"}]
@@ -76,27 +74,12 @@ def value(name: str, folder: Path, messages: list[dict]) -> float:
         return linear(hidden, weights["mlp.4.weight"]).item()
 
 
-def test_values_are_those_of_the_releases_formula(release):
-    name, folder = release
-    qnet = QNet.from_pretrained(folder / "run" / "qnet")
-    state = State((("user", "Walk.\n---\nYour task is to: look"),), "look")
-    actions = ("Action: look", "Thought: I go.\nAction: go to desk 1", "-1")
-    for _ in range(3):
-        expected = [value(name, folder, state.then(action, "").dump()[:-1]) for action in actions]
-        assert len(set(expected)) == 3
-        for reader in (qnet, scorer(qnet)):
-            [values] = reader.score([Score(state, actions)])
-            assert values == pytest.approx(expected, abs=1e-4 * max(map(abs, expected)))
-        state = state.then(actions[1], "Observation: On the desk 1, you see a pen 2.")
-
-
 def test_the_agent_reads_the_releases_text_and_has_its_settings(release):
     name, folder = release
     chat = Chat(hf.AutoTokenizer.from_pretrained(folder / "run" / "sft"), Rendering.load(folder / "run" / "sft"))
     state = State((("user", "Walk."),)).then("Action: look", "Observation: a desk 1")
     asked = written(name, state.dump()) + "<|start_header_id|>assistant<|end_header_id|>\n\n" * (name == "llama-3")
     assert chat.prompt(state) == chat_tokenizer(*name.split(), begins=True)(asked).input_ids
-    assert chat.action("a", "")[-1] == chat.stop_id
     assert (chat.rendering.temperature, chat.rendering.max_new_tokens) == (0.7, 512)
     assert not chat.rendering.stop
 
@@ -141,11 +124,6 @@ def test_the_first_message_holds_instruction_example_and_task(made, capsys):
     assert "want the newer `move X to Y`" in capsys.readouterr().err
     state = State.first(env, *env.reset(options={"task_id": env.task_ids("valid_seen")[0]}))
     assert len(state.messages) == 1 and env.max_steps == 40
-    chat = word_chat(truncate="oldest", max_new_tokens=5)
-    later = state.then("Action: look", "Observation: hm").then("Action: look", "Observation: hm")
-    first, *_, move, page = chat.message_tokens(later)
-    chat.context = len(first) + len(move) + len(page) + 5 + 1
-    assert chat.prompt_tokens(later) == [first, move, page]  # the first message stays
 
 
 class Bomb(str):
@@ -158,7 +136,6 @@ class Bomb(str):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda w: w.pop("mlp.2.bias"), 'Missing key.*"mlp.2.bias"'),
         (lambda w: w.update({"mlp.6.weight": torch.ones(1)}), 'Unexpected key.*"mlp.6.weight"'),
         (lambda w: w.update({"mlp.0.weight": torch.ones(8, 32)}), "size mismatch for mlp.0.weight"),
         (lambda w: w.pop("llama.model.norm.weight"), 'Missing key.*"llama.model.norm.weight"'),
@@ -180,20 +157,16 @@ def test_figures_of_three_episodes(capsys):
     wins = {"a/1": "101", "a/2": "011", "b/1": "010", "c/1": "000"}  # in three episodes
     for episode in range(3):
         lines = [
-            {"task_id": task, "env": "alfworld", "method": method, "reward": won, "success": won > 0, "tokens": {},
-             "block": task[0]}
+            {"task_id": task, "env": "alfworld", "method": "qlass", "reward": float(text[episode]),
+             "success": text[episode] == "1", "tokens": {}, "block": task[0]}
             for task, text in wins.items()
-            for method, won in (("qlass", float(text[episode])), ("oracle_lookahead", 1.0))
         ]  # fmt: skip
         Path(f"results-{episode}.jsonl").write_text(dump(lines))
     qlass_evaluation.main([f"results-{episode}.jsonl" for episode in range(3)])
-    head, _, *rows = capsys.readouterr().out.splitlines()
+    head, _, row = capsys.readouterr().out.splitlines()
     assert head.startswith("| success [95 %] | games | first | at least two of 3 | any of 3 (oracle) |")
-    means = [[cell for cell in re.split(r" \[[^]]*\] | ?\| ?", row) if cell] for row in rows]
-    assert means == [
-        ["QLASS", "4", "0.250", "0.500", "0.750"],
-        ["look-ahead of the released code (oracle)", "4", "1.000", "1.000", "1.000"],
-    ]
+    means = [cell for cell in re.split(r" \[[^]]*\] | ?\| ?", row) if cell]
+    assert means == ["QLASS", "4", "0.250", "0.500", "0.750"]
     Path("results-0.jsonl").write_text(Path("results-0.jsonl").read_text() * 2)
     with pytest.raises(UserError, match="a file has two searches of one method"):
         qlass_evaluation.main(["results-0.jsonl"])

@@ -58,7 +58,6 @@ def test_ids_stay_text_and_what_is_null_is_counted(tmp_path):
     groups = groups_in(tmp_path, [null | row | {"task_id": task} for row in rows for task in ("007", "7", 12)])
     names = {"rule: first", "SFT greedy", "SFT greedy [half]", "best-of-N, picked by QNet N=4"}
     assert set(groups) == names
-    assert all(group.reward.n == 3 for group in groups.values())
     assert list(groups["SFT greedy"].values("reward").index) == [("007", 0), ("12", 0), ("7", 0)]
 
 
@@ -92,7 +91,6 @@ def test_the_differences_by_hand(tmp_path):
     assert table["QLASS M=2", "SFT greedy"]["verdict"] == "undecided"
     assert table["QLASS M=2", "best-of-N, picked by QNet N=2"]["tokens (ratio)"] == "1.07"  # 150 / 140, of seed 0
     assert table["QLASS [target avg] M=2", "QLASS M=2"]["difference [95 %]"] == "+0.000 [+0.000, +0.000]"
-    assert ("QLASS [target avg] M=2", "SFT greedy [target avg]") in table
 
 
 def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_their_cost(tmp_path):
@@ -101,7 +99,6 @@ def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_the
         ("qlass", 4, 1): 999,
         ("likeliest", 2, 1): 99,
         ("vote", 2, 1): 100,
-        ("vote", 4, 1): 9,
     }
     costs |= {("best_of_n", 1, 2): 140, ("best_of_n", 1, 3): 150, ("best_of_n", 1, 8): 999}
     records = [
@@ -114,7 +111,6 @@ def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_the
         met.setdefault(a, []).append(b.removeprefix("best-of-N, picked by QNet "))
     assert met["QLASS M=2"] == ["search by log-probability M=2", "N=3", "N=2"]
     assert met["vote M=2"] == ["search by log-probability M=2", "QLASS M=2", "N=2"]
-    assert met["vote M=4"] == ["QLASS M=4", "N=2"]
 
 
 def test_a_variant_of_a_labelled_run_is_compared_with_that_run(tmp_path):
@@ -137,8 +133,7 @@ def test_what_qnet_adds_and_how_often_there_was_a_choice(tmp_path):
             records.append(about | {"n_steps": 2, "steps": steps})
     rows = list(groups_in(tmp_path, records).values())
     table = tables.results_table(rows).set_index("method")
-    over = table[["minus SFT greedy", "minus log-probability"]].map(lambda text: text.partition(" ")[0])
-    assert over.to_numpy().tolist() == [["", ""], ["+0.250", ""], ["+0.750", "+0.500"], ["+1.000", ""]]
+    assert [text.partition(" ")[0] for text in table["minus SFT greedy"]] == ["", "+0.250", "+0.750", "+1.000"]
     (line,) = tables.what_qnet_adds(rows)  # with four candidates there is no other search to compare
     assert line == (
         "lake, QLASS M=2 minus SFT greedy: +0.750. Search by log-probability has +0.250 without a QNet. "
@@ -156,8 +151,7 @@ def test_a_line_of_the_figure_names_its_points_in_the_legend(tmp_path):
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["chat agent", "SFT greedy", "QLASS, M=2, M=4"]
     left, right = figure.axes
-    assert not left.texts and not right.texts
-    assert left.get_xscale() == "log" and right.get_xlabel() == "environment steps a task"
+    assert not left.texts and not right.texts and left.get_xscale() == "log"
 
 
 def test_expected_ranges_are_checked(tmp_path):
@@ -172,7 +166,6 @@ def test_expected_ranges_are_checked(tmp_path):
         "QLASS M=4 .700, expected .76 to .80: not as expected, .0600 below",
     ]
     assert expected.verdict(0.7984, 0.8, 0.84) == "not as expected, .0016 below"  # which rounds to .80
-    assert expected.verdict(0.85, 0.8, 0.84) == "not as expected, .0100 above"
 
 
 # ------------------------------------------------------------------------------- what may stand in one row or one table
@@ -256,7 +249,6 @@ def test_the_protocol_stands_below_the_table(tmp_path, capsys):
     told = PROTOCOL | {"tasks": tasks, "seeds": [0, 1], "methods": ["rule", "SFT greedy", "QLASS M=2"]}
     line, shown = f"Protocol of lake: {json.dumps(told)}", capsys.readouterr().out
     assert line in shown.split("\n") and line in Page(tmp_path / "report.html").words
-    assert "\n2 seeds say little" in shown
 
 
 # ----------------------------------------------------------------------------------------- the page and its pictures
@@ -311,33 +303,25 @@ def test_the_viewers_trees_are_those_of_the_file():
     data, nodes = json.loads(page.tree_data(TREES, 2)), list(read_jsonl(TREES))
     assert data["total"] == 3 and [tree["task"] for tree in data["trees"]] == ["train_0", "train_2"]
     first = data["trees"][0]["nodes"]
-    assert [node["parent"] for node in first] == [-1, 0, 1, 2, 1, 4]
+    assert data["first"] == 0 and [node["parent"] for node in first] == [-1, 0, 1, 2, 1, 4]
     for name in ("q", "expert", "reward", "observation"):
         assert [node[name] for node in first] == [line.get(name) for line in nodes[:6]]
     assert (first[4]["action"], first[4]["thought"]) == ("click[b02]", "It is redder.")
-    ends = [{"parent": -1, "source": ""}, {"parent": 0, "source": "policy"}, {"parent": 0, "source": "expert"}]
-    assert page.agent_ends(ends) == 1 and data["first"] == 0
 
 
 def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
     """A circle for each node, its action above the edge, its q or its source below; without --task the first tree."""
     lines = [node for node in read_jsonl(TREES) if node["task_id"] == "train_0"]
     unlabelled = [{k: v for k, v in node.items() if k not in ("q", "q_raw")} for node in lines]
-    for nodes, name in ((lines, "q"), (unlabelled, "source")):
+    for nodes in (lines, unlabelled):
         write(tmp_path / "q_labels.jsonl", nodes)
         tree.main(["--run", str(tmp_path)])
         drawn = (tmp_path / "tree_train_0.svg").read_text()
         assert drawn.count("<circle") == len(lines)
-        assert drawn.count("r = ") == sum(node["done"] for node in lines)
-        for node in lines[1:]:
-            below = f"{node['q']:.2f}" if name == "q" else node["source"]
+        for node in nodes[1:]:
+            below = f"{node['q']:.2f}" if "q" in node else node["source"]
             assert f">{tree.short(parse_action(node['action']))}<" in drawn and f">{below}<" in drawn
     assert "tree_train_0.svg: the 6 nodes of task train_0" in capsys.readouterr().out
-    assert [tree.short(text) for text in ("go", "search red mugs", "unbreakable_mug")] == [
-        "go",
-        "search red…",
-        "unbreakable…",
-    ]
     with pytest.raises(UserError, match=r"no tree of task 9; its tasks are train_0"):
         tree.main(["--run", str(tmp_path), "--task", "9"])
 
@@ -347,13 +331,8 @@ def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
     evil = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{trees}}"
     row = RESULT | {"task_id": evil, "env": evil, "task": evil, "label": evil}
     write(tmp_path / "results.jsonl", [row, row | {"method": "qlass", "M": 2}])
-    root = next(iter(read_jsonl(TREES))) | {
-        "task_id": evil,
-        "task": evil,
-        "source": evil,
-        "observation": evil,
-        "nodes": 2,
-    }
+    texts = dict.fromkeys(("task_id", "task", "source", "observation"), evil)
+    root = next(iter(read_jsonl(TREES))) | texts | {"nodes": 2}
     write(tmp_path / "q_labels.jsonl", [root, root | {"node_id": 1, "parent_id": 0, "action": evil, "done": True}])
     report.main(["--run", str(tmp_path)])
     html = Page(tmp_path / "report.html")
@@ -375,7 +354,6 @@ EARNED = "replaying them earned 1"
         (GOOD, ["  3 right", f"{EARNED}, 1 is recorded; 0 answers are not the recorded ones"], "<-"),
         (ACT, ["<- the environment does not know it", "earned 0, 1 is recorded, and the episode was"], EARNED),
         (ELSEWHERE, ["  right", "no training task has this id or begins with these words"], EARNED),
-        (GOOD | {"task_id": "train3", "messages": ELSEWHERE["messages"]}, ["; 2 answers are not"], "know it"),
     ],
 )
 def test_a_demonstration_is_shown_and_replayed(record, says, not_said, tmp_path, fake_world, capsys):
@@ -386,7 +364,6 @@ def test_a_demonstration_is_shown_and_replayed(record, says, not_said, tmp_path,
     assert all(text in shown for text in says) and not_said not in shown
     writes = [line.removeprefix("writes | ") for line in shown.splitlines() if line.startswith("writes | ")]
     assert len(writes) == 6 and writes[-1].endswith(": right<end>")  # a thought and an action each
-    assert "you stand at" in shown.partition(" reads | ")[2]
     with pytest.raises(UserError, match=r"--number 3: .*expert\.jsonl has 2 demonstrations"):
         demonstration.main([*show, "--number", "3"])
 

@@ -99,7 +99,7 @@ def parsed(*command):
     read = settings.read(config, module.__doc__, flags)
     if read.stage == "sft" and not (read.run / "run.json").exists():
         read.run.mkdir(parents=True, exist_ok=True)
-        shared = {name: getattr(read, name) for name in ("env", "env_option", "seed", "preset")}
+        shared = {name: getattr(read, name) for name in ("env", "env_option", "seed", "preset")} | {"layout": 2}
         (read.run / "run.json").write_text(json.dumps(shared))
     return read
 
@@ -133,38 +133,32 @@ def has(config, **values):
 
 
 @pytest.mark.parametrize(
-    ("script", "depth", "tree_steps"), [("webshop", 3, 5), ("sciworld", 6, 18), ("alfworld", 8, 18)]
+    ("script", "depth", "tree_steps", "splits", "M", "N", "max_steps"),
+    [
+        ("webshop", 3, 5, {"test"}, (2, 4, 6), (2, 4, 6, 8, 10), 5),
+        ("sciworld", 6, 18, {"test_seen", "test_unseen"}, (2,), (2, 4, 6), 40),
+        ("alfworld", 8, 18, {"valid_seen", "valid_unseen"}, (2,), (2, 4, 6), 40),
+    ],
 )
-def test_hyperparameters_of_table_5(stages, script, depth, tree_steps):
+def test_hyperparameters_of_table_5_and_protocols_of_the_paper(
+    stages, script, depth, tree_steps, splits, M, N, max_steps
+):
     large = {"TRAIN": "torchrun --nproc-per-node 8", "FITS": "--gradient-checkpointing"}
     calls = stages("paper.sh", script, ETO="/eto", **large)
     (sft,), (trees,), (bellman,), (qnet,) = (calls[f"{s}.py"] for s in ("sft", "build_trees", "bellman", "train_qnet"))
     has(sft, model="meta-llama/Llama-2-7b-chat-hf", epochs=3, lr=1e-5, batch=64, max_tokens=4096, lora=None)
     has(sft, expert=Path(f"/eto/{script}_sft.json"))
     has(trees, depth=depth, width=3, steps=None, limit=0, tasks="cloned", temperature=None)  # the checkpoint's: .7
-    assert envs.environment_class(script).tree_steps == tree_steps
-    has(bellman, gamma=0.9, target="q")
+    world = envs.environment_class(script)
+    assert (world.tree_steps, world.max_steps) == (tree_steps, max_steps)
+    has(bellman, gamma=0.9)
     has(qnet, epochs=2, lr=1e-5, batch=64, loss_on="all", rank_weight=0, lora=None, max_tokens=4096)
+    assert {search.split for search in calls["q_search.py"]} == splits
     for search in calls["q_search.py"]:
         has(search, run=sft.run, temperature=None, truncate=None if script == "webshop" else "oldest")
-
-
-@pytest.mark.parametrize(
-    ("script", "splits", "M", "N", "max_steps"),
-    [
-        ("webshop", {"test"}, (2, 4, 6), (2, 4, 6, 8, 10), 5),
-        ("sciworld", {"test_seen", "test_unseen"}, (2,), (2, 4, 6), 40),
-        ("alfworld", {"valid_seen", "valid_unseen"}, (2,), (2, 4, 6), 40),
-    ],
-)
-def test_protocols_of_the_paper(stages, script, splits, M, N, max_steps):
-    searches = stages("paper.sh", script)["q_search.py"]
-    assert {search.split for search in searches} == splits
-    for search in searches:
         best_of_n = search.method == ("best_of_n",)
         assert best_of_n or search.method == ("greedy", "qlass")
         has(search, seed=0, limit=0, skip=0, max_steps=None, **({"N": N} if best_of_n else {"M": M, "N": (1,)}))
-    assert envs.environment_class(script).max_steps == max_steps
 
 
 def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stages):

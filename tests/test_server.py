@@ -1,7 +1,6 @@
 """The agent or QNet on a server: against a fake one that is busy, fails, lies, or has other weights."""
 
 import math
-import shutil
 import signal
 import threading
 import time
@@ -106,7 +105,7 @@ def test_an_action_ends_where_a_stop_text_stands_and_flags_reach_the_server(fake
         assert texts(policy, request()) == ["Action: left"]
     body = fake.seen[0]
     assert (body["model"], body["max_tokens"], body["stop"]) == ("second", 7, ["\nObservation:", "\nTask:"])
-    assert policy.chat.rendering.temperature == 0.5 and policy.chat.context == 4096
+    assert policy.chat.rendering.temperature == 0.5
 
 
 def test_the_log_probability_of_a_text_is_the_local_agents(fake, sft):
@@ -238,16 +237,14 @@ def test_a_served_qnet_gives_the_local_values_and_no_others(fake, qnet):
     assert served.score([siblings])[0] == pytest.approx(NET.score([siblings])[0], abs=1e-5)
     assert len(fake.seen) == 1  # siblings are one call
 
-    def lie(body: dict, **more: Any) -> dict:
-        return fake.embeddings(body) | more
-
     def not_finite(body: dict) -> dict:
         reply = fake.embeddings(body)
         for entry in reply["data"]:
             entry["embedding"] = "AACAfw=="  # inf
         return reply
 
-    fake.script += [lambda body: lie(body, usage={"prompt_tokens": 7, "total_tokens": 7}), not_finite]
+    usage = {"prompt_tokens": 7, "total_tokens": 7}
+    fake.script += [lambda body: fake.embeddings(body) | {"usage": usage}, not_finite]
     for _ in range(2):
         with pytest.raises(UserError, match="reads"):
             served.score([siblings])
@@ -262,19 +259,16 @@ def test_a_search_by_a_served_qnet_is_the_local_one(fake, qnet, sft, fake_world,
         q_search.main([*flags, "--skip", "0", "--qnet", str(qnet)])
         return [line | {"seconds": 0} for line in read_jsonl(tmp_path / out)]
 
-    local = search(qnet, "local.jsonl")
-    assert search(fake.url, "served.jsonl") == local
-    assert meta_of(tmp_path / "served.jsonl")["recipe"]["qnet"] == sha256(qnet)
-    elsewhere = Path(shutil.move(qnet, tmp_path / "elsewhere"))
-    with pytest.raises(UserError, match=str(qnet)):  # its folder is needed here, for its tokenizer
-        search(fake.url, "more.jsonl")
-    fake.models[:] = [{"id": str(elsewhere)}]
     mark = NET.score([QUESTION])[0]
-    write_json(meta_path(elsewhere), {"fingerprint": mark, "recipe": {}, "inputs": {}})
-    assert search(fake.url, "known.jsonl") == local
-    write_json(meta_path(elsewhere), {"fingerprint": [mark[0] + 0.1, mark[1]], "recipe": {}, "inputs": {}})
+    write_json(meta_path(qnet), {"fingerprint": mark, "recipe": {}, "inputs": {}})
+    assert search(fake.url, "served.jsonl") == search(qnet, "local.jsonl")
+    assert meta_of(tmp_path / "served.jsonl")["recipe"]["qnet"] == sha256(qnet)
+    write_json(meta_path(qnet), {"fingerprint": [mark[0] + 0.1, mark[1]], "recipe": {}, "inputs": {}})
     with pytest.raises(UserError, match=r"differs by 0\.100 .*other weights"):
         search(fake.url, "other.jsonl")
+    qnet.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=str(qnet)):  # its folder is needed here, for its tokenizer
+        search(fake.url, "more.jsonl")
 
 
 def test_which_model_is_meant(fake):

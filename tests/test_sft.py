@@ -3,11 +3,8 @@
 import json
 import math
 import shutil
-from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from fakes import FakeEnv, settings_of, tiny_lm, word_chat
@@ -19,10 +16,10 @@ from qlass import UserError, demonstrations
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration, read
 from qlass.messages import State
-from qlass.outputs import meta_of, read_json, read_jsonl
-from qlass.policy import QUESTION, Policy, load_agent
+from qlass.outputs import meta_of, read_jsonl
+from qlass.policy import QUESTION, load_agent
 from qlass.tiny import AIDS, MARK
-from qlass.training import Training, cosine
+from qlass.training import cosine
 
 CHAT = word_chat()
 STATE = State(
@@ -75,27 +72,10 @@ def test_the_learning_rate_rises_and_falls():
     rate = [cosine(step, 100) for step in range(100)]
     assert rate[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])  # 3 % of the steps
     assert rate[3 + 97 // 2] == pytest.approx(0.5, abs=0.02) and 0 < rate[-1] < 0.001
-    assert all(a >= b for a, b in pairwise(rate[3:])) and cosine(0, 1) == 1
 
 
 def shown(*states: State) -> list[Demonstration]:
     return [Demonstration(None, state) for state in states]
-
-
-def others(n: int) -> list[State]:
-    words = ["left", "right", "walk", "find", "purse"]
-    return [State((*STATE.messages[:3], ("assistant", "Action: " + " ".join(words[: 1 + i % 5])))) for i in range(n)]
-
-
-def test_four_trajectories_are_learned_by_heart():
-    model, config = tiny_lm(CHAT), sft.Config(lr=1e-2, batch=4, micro_tokens=40, epochs=80)
-    examples = list(sft.examples_of(CHAT, shown(*others(4)), 100))
-    log = Training(Path("sft"), config, {}, {})
-    sft.train(model, examples, [], config, log)
-    assert log.curve[-1]["loss"] < math.log(4) / 2  # four answers to one question: log 4 over the tokens of an action
-    agent = Policy(model, CHAT)
-    likely = agent.logprobs([(State(s.messages[:-1]), s.messages[-1][1]) for s in others(4)])
-    assert np.exp(likely) == pytest.approx([1 / 4] * 4, abs=0.1)
 
 
 def test_every_twentieth_task_is_held_out():
@@ -112,7 +92,8 @@ def test_every_twentieth_task_is_held_out():
 
 
 def test_validation_by_hand():
-    examples = [sft.example_of(CHAT, state, 100) for state in (STATE, others(1)[0])]
+    other = State((*STATE.messages[:3], ("assistant", "Action: left")))
+    examples = [sft.example_of(CHAT, state, 100) for state in (STATE, other)]
     model = tiny_lm(CHAT)
     losses = [sft.sft_loss(model, [one]).item() for one in examples]
     assert sft.validate(model, examples, 1000) == pytest.approx(sum(losses) / (2 + 5 + 3 + 2 + 3), rel=1e-4)
@@ -159,13 +140,9 @@ def clone(tmp_path, agent, fake_world):
     return command
 
 
-def as_saved(**rendering: object) -> dict:
-    return json.loads(json.dumps(vars(Rendering(**rendering))))
-
-
-def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone, tmp_path):
+def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone):
     chat = clone("--model", "tiny", "--batch", "1", "--n-expert", "4")[0].chat
-    assert read_json(tmp_path / "sft" / "policy.json") == as_saved(**AIDS, agreement="OK")
+    assert chat.rendering == Rendering(**AIDS | {"agreement": "OK", "stop": []})
     state = State(STATE.messages[:3], "find the purse")
     state = state.then("Thought: the purse\nAction: left", "Observation: the purse")
     # The mark and what the byte pairs have joined; no instruction.
@@ -173,8 +150,6 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone, tmp_path):
     assert chat.tokenizer.decode(chat.prompt(state)) == text
     action = "Thought: a , b ½ .\nAction: click[12.5  two spaces]"
     assert chat.text(chat.action(action, "x y")) == action
-    meta = meta_of(tmp_path / "sft")
-    assert len(meta["tasks"]) == 4 and meta["steps"] == 4
 
 
 def test_the_first_messages_at_inference_are_those_that_were_cloned(clone, tmp_path):
@@ -182,11 +157,8 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(clone, tmp_p
     expert = tmp_path / "eto.json"
     expert.write_text("\ufeff" + json.dumps([ETO] * 3))
     policy, env = clone("--expert", str(expert))
-    assert not (tmp_path / "expert.jsonl").exists()
     fingerprint = meta_of(tmp_path / "sft")["fingerprint"]
     assert fingerprint == pytest.approx(policy.likelihoods([QUESTION])[0], abs=1e-3) and len(set(fingerprint)) == 2
-    saved = read_json(tmp_path / "sft" / "policy.json")
-    assert saved == as_saved(instruction="You are shopping.", agreement="OK")
     cloned = read(expert, FakeEnv())[0]
     state = State.first(env, *env.reset())
     assert cloned.state.messages[:2] == state.messages[:2] == (("user", "You are shopping."), ("assistant", "OK"))
@@ -279,13 +251,12 @@ def test_lora_does_not_begin_with_an_end_of_turn_that_was_never_trained(clone, t
 # ---------------------------------------------- the environment's answers are cloned too (experiments/clone_answers.py)
 
 
-@pytest.mark.parametrize("w", [0.0, 0.5])
-def test_the_last_word_of_an_action_predicts_its_answer(w):
-    whole = clone_answers.example_of(CHAT, STATE, 100, [7], w)
+def test_the_last_word_of_an_action_predicts_its_answer():
+    whole = clone_answers.example_of(CHAT, STATE, 100, [7], 0.5)
     own = [(i - 1, whole.ids[i], 1.0) for i in ITS_OWN]
-    answered = [(13, whole.ids[i], w) for i in range(14, 19)] + [(21, 7, w)]
+    answered = [(13, whole.ids[i], 0.5) for i in range(14, 19)] + [(21, 7, 0.5)]
     assert whole.ids == [*sft.example_of(CHAT, STATE, 100).ids, 7]
-    assert sorted(whole.predictions) == sorted([*own, *(answered if w else [])]) and whole.targets == 10 + 6 * w
+    assert sorted(whole.predictions) == sorted([*own, *answered]) and whole.targets == 10 + 6 * 0.5
 
 
 def test_the_loss_with_answers_by_hand():

@@ -80,10 +80,6 @@ def test_where_seeds_or_tasks_alone_differ_the_interval_is_students(values):
     assert estimate.p == pytest.approx(1 - math.sqrt(3) / math.sqrt(2 + 3), abs=1e-4)  # t = sqrt(3)
 
 
-def test_of_equal_values_the_interval_is_a_point():
-    assert ends(crossed(np.full((3, 4), 0.5))) == (0.5, 0.5)
-
-
 def test_three_seeds_that_agree_by_chance_decide_nothing():
     """Without a difference, p is below a small threshold no more often than it says."""
     rng, n = np.random.default_rng(6), 1000

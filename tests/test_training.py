@@ -4,22 +4,22 @@ import dataclasses
 import importlib
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from fakes import FakeEnv, dump, fork, free_port
+from fakes import FakeEnv, dump, fork, free_port, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_train_qnet import labelled_tree
 from torch import nn
 
+import sft
 from qlass import UserError, training
 from qlass.demonstrations import demonstrate
-from qlass.models import adamw
 from qlass.outputs import meta_of, read_jsonl
-from qlass.settings import Learning
-from qlass.training import Training, cosine, updates_of
+from qlass.training import Training, updates_of
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 20), st.integers(0, 3), st.integers(0, 3))
@@ -32,43 +32,36 @@ def test_an_epoch_holds_each_example_once_in_updates_of_at_least_a_batch(sizes, 
     assert updates_of([1] * 20, 4, seed, epoch) != updates_of([1] * 20, 4, seed, epoch + 1)
 
 
-SCORES = [1.0, 3.0, 2.0, 2.9, 9.0, 9.0]
-SETTINGS = Learning(batch=3, lr=0.1, save_every=2)
+LOSSES = [9.0, 7.0, 8.0, 7.1, 1.0, 1.0]
+CHAT = word_chat()
+EXAMPLES = [sft.Example([3, token, 1], [sft.NO_TARGET, token, 1]) for token in range(5, 15)]
+SETTINGS = sft.Config(batch=3, lr=0.01, epochs=6, patience=2, save_every=2)
 
 
 class Stopped(Exception):
     pass
 
 
-def fit(folder: Path, scores: list[float | None], stop: int | None = None, spoil: int | None = None, **more):
-    """Ten examples in updates of three; `scores` are the validation's. Raises Stopped before update `stop`."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))  # dropout: the random state counts too
-    data = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
-    config = dataclasses.replace(SETTINGS, **more)
-    optimizer = adamw([(model, config.lr)])
+def fit(folder: Path, losses: list, stop: int | None = None, spoil: int | None = None, **more):
+    """Clone ten examples in updates of three; `losses` are the validation's. Raises Stopped before update `stop`."""
     folder.mkdir(exist_ok=True)
-    order = [updates_of([1] * 10, config.batch, config.seed, epoch) for epoch in range(6)]
+    config = dataclasses.replace(SETTINGS, **more)
     log = Training(folder / "model", config, {}, {})
-    log.resume(model, optimizer, order)
+    model = tiny_lm(CHAT, attention_dropout=0.5)  # the random state counts too
     weights = []  # after each epoch
-    for epoch in log.epochs_left():
-        for update in log.updates_left(epoch):
-            if log.step == stop:
-                log.open.close()
-                raise Stopped
-            loss = (model(data[update]) - 1).square().mean() * (float("nan") if log.step == spoil else 1)
-            loss.backward()
-            training.all_reduce(model, loss.item())
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-            optimizer.param_groups[0]["lr"] = config.lr * cosine(log.step, log.steps)
-            optimizer.step()
-            optimizer.zero_grad()
-            log.end_update(loss.item(), tokens=len(update))
+
+    def loss_of(model: nn.Module, portion: list) -> torch.Tensor:
+        if log.step == stop:
+            raise Stopped
+        return sft.sft_loss(model, portion) * (float("nan") if log.step == spoil else 1)
+
+    def validate(model: nn.Module, *_: object) -> float | None:
         weights.append([p.detach().clone() for p in model.parameters()])
-        log.end_epoch(scores[epoch] and -scores[epoch], score=scores[epoch])
-    log.load_best()
-    log.open.close()
+        return losses[len(log.curve)]
+
+    with log.open, mock.patch("sft.validate", validate):
+        sft.train(model, EXAMPLES, [], config, log, loss_of)
+        log.load_best()
     figures = {"curve": log.curve, "best_epoch": log.best_epoch, "steps": log.step}
     return list(model.parameters()), figures, weights
 
@@ -77,42 +70,40 @@ def same(a, b) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize(("scores", "epochs", "best"), [(SCORES, 4, 2), ([1, 0, 2, 0, 3, 0], 6, 5), ([None] * 6, 6, 6)])
-def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(tmp_path, scores, epochs, best):
-    final, figures, weights = fit(tmp_path, scores)
+@pytest.mark.parametrize(("losses", "epochs", "best"), [(LOSSES, 4, 2), ([3, 4, 2, 4, 1, 4], 6, 5), ([None] * 6, 6, 6)])
+def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(tmp_path, losses, epochs, best):
+    final, figures, weights = fit(tmp_path, losses)
     assert len(weights) == epochs and same(final, weights[best - 1]) and figures["best_epoch"] == best
     assert figures["steps"] == 4 * epochs
-    assert [(e["epoch"], e["score"]) for e in figures["curve"]] == list(enumerate(scores[:epochs], 1))
+    assert [entry["validation"] for entry in figures["curve"]] == losses[:epochs]
 
 
 @pytest.mark.parametrize("stops", [(0,), (4, 5, 7), (2, 2, 9), (15,)])
 def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp_path, stops):
-    expected, figures, _ = fit(tmp_path / "one", SCORES)
+    expected, figures, _ = fit(tmp_path / "one", LOSSES)
     for stop in stops:
         with pytest.raises(Stopped):
-            fit(tmp_path / "parts", SCORES, stop, save_every=3)
-    final, again, _ = fit(tmp_path / "parts", SCORES, save_every=3)
+            fit(tmp_path / "parts", LOSSES, stop, save_every=3)
+    final, again, _ = fit(tmp_path / "parts", LOSSES, save_every=3)
     assert same(final, expected) and again == figures
-    final, again, weights = fit(tmp_path / "parts", SCORES)  # stopped between the last epoch and the end of the stage
+    final, again, weights = fit(tmp_path / "parts", LOSSES)  # stopped between the last epoch and the end of the stage
     assert same(final, expected) and again == figures and not weights
     logs = [list(read_jsonl(tmp_path / name / "model.log.jsonl")) for name in ("one", "parts")]
     assert logs[0] == logs[1]
     assert [line["step"] for line in logs[0] if "lr" in line] == list(range(1, 17))
-    assert [line["score"] for line in logs[0] if "epoch" in line] == SCORES[:4]
 
 
 def test_a_state_that_a_crash_has_cut_is_told_with_a_way_on(tmp_path):
     with pytest.raises(Stopped):
-        fit(tmp_path, SCORES, 11)
+        fit(tmp_path, LOSSES, 11)
     states = tmp_path / "model.partial"
     last = states / "last.pt"
     last.write_bytes(last.read_bytes()[:99])
     with pytest.raises(UserError, match=r"last\.pt: can't be read: delete it, or (put|copy) best\.pt"):
-        fit(tmp_path, SCORES)
+        fit(tmp_path, LOSSES)
     shutil.copy(states / "best.pt", last)  # of the second epoch's end
-    final, figures, weights = fit(tmp_path, SCORES)
-    assert len(weights) == 2 and figures["steps"] == 16
-    assert same(final, fit(tmp_path / "whole", SCORES)[0])
+    final, _, weights = fit(tmp_path, LOSSES)
+    assert len(weights) == 2 and same(final, fit(tmp_path / "whole", LOSSES)[0])
 
 
 def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, capsys):
@@ -125,7 +116,7 @@ def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, cap
         return log
 
     with pytest.raises(Stopped):
-        fit(tmp_path, SCORES, 5)
+        fit(tmp_path, LOSSES, 5)
     assert not begun(save_every=9, micro_tokens=5).complete  # what changes no weight may differ
     with pytest.raises(UserError, match="was begun with lr"):
         begun(lr=0.2)

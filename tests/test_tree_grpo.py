@@ -11,11 +11,11 @@ from fakes import WORLD, FakeEnv, Script, dump, log_pi, path_of, run, say, tiny_
 from test_bellman import tree_by_hand
 from torch.testing import assert_close
 
-import envs
 from bellman import label
 from experiments import ppo, tree_grpo
 from experiments.decisions import Decision, pack_decisions
 from experiments.learning import Learner
+from experiments.targets import avg
 from experiments.tree_grpo import Trajectory, advantages, batches, forest
 from qlass.batching import Sample, drive
 from qlass.chat import Rendering
@@ -66,18 +66,6 @@ def test_the_drawn_nodes_are_the_root_and_what_is_no_leaf():
     assert set(starts) == {0, 1, 2} and min(starts.values()) > 70  # root, right, right right: a third each
 
 
-def test_siblings_on_slippery_ice_have_luck_of_their_own():
-    env = envs.make("frozenlake", map="4x4", slippery=True)
-    chat = Rendering(candidates="valid", markov=True)
-    task = env.task_ids("train")[0]
-
-    def ends():
-        tree, _ = run(forest(env, task, 1, 12, 1, chat, ("k",)), lambda request: say("down"))
-        return [(len(trajectory.decisions), trajectory.decisions[-1].state) for trajectory in tree]
-
-    assert len(set(ends())) > 1 and ends() == ends()
-
-
 def trajectory(reward, *observations, tree=0):
     decisions = []
     for observation in observations:
@@ -112,11 +100,8 @@ def test_gigpos_second_group_are_discounted_visits_to_an_equal_observation(std):
     if std:  # of two values the unbiased std is sqrt 2 half the gap
         start = hall = 0.5**0.5
     np.testing.assert_allclose(both - inter, [start, hall, -start, 0, -hall, 0], atol=1e-4)
-    rewards = np.array([1.0, 0.8, 0.5])
-    gains = rewards - rewards.mean()
-    if std:
-        gains /= np.std(rewards, ddof=1)
-    np.testing.assert_allclose(inter, np.repeat(gains, [2, 3, 1]), atol=1e-4)
+    if not std:  # rewards of 1, .8 and .5 have the mean 23/30; for those with std see test_advantages_by_hand
+        np.testing.assert_allclose(inter, np.repeat([7, 1, -8], [2, 3, 1]) / 30, atol=1e-4)
 
 
 def plain_choices(model, chat, decision):
@@ -203,11 +188,10 @@ def test_probabilities_are_those_of_the_tokens_that_were_sampled(limit, valid):
     model = tiny_lm(chat, initializer_range=0.05)
     (drawn,) = FastPolicy(model, chat).sample([Sample(STATE, 20, ("k",), 1.0, valid)])
     (p,) = pack_decisions(chat, [Decision(STATE, c.text, valid, c.ids) for c in drawn], 10**6)
-    logp, entropy = p.logprobs(model)
+    logp, _ = p.logprobs(model)
     total = torch.zeros(20).index_add(0, torch.tensor(p.owner), logp)
     np.testing.assert_allclose(total.tolist(), [c.logprob for c in drawn], rtol=1e-4)
     assert len(set(total.tolist())) > 1
-    assert entropy.min() > 0 and entropy.max() < np.log(len(valid) or len(chat.tokenizer))
     assert valid or any(len(c.ids) != len(chat.action(c.text, "find")) for c in drawn)  # read anew they would be others
 
 
@@ -281,15 +265,14 @@ def test_the_critic_begins_with_the_mean_reward_below_a_state(tmp_path):
     chat = word_chat(candidates="valid", temperature=1.0)
     labels = tmp_path / "labels.jsonl"
     other = [n | {"task_id": "u", "reward": 0.0} for n in tree_by_hand()]  # of the same states
-    labels.write_text(dump([*label(tree_by_hand(), "avg", 0.9), *label(other, "avg", 0.9)]))
+    lines = [node for tree in (tree_by_hand(), other) for node in label(tree, avg(tree, 0.9))]
+    labels.write_text(dump(lines))
     critic = QNet(tiny_backbone(chat), chat, hidden=32).train()
     learner = Learner(tiny_lm(chat), None, chat, 1e-3)
     learner.optimizer.add_param_group({"params": [*critic.parameters()], "peak": 3e-3})
-    before = {name: p.clone() for name, p in learner.model.named_parameters()}
     for _ in range(60):
         tokens = ppo.warm_up(learner, critic, labels, 200)
     ((tree, rewards),) = ppo.labelled_states(chat, labels, 10**6)
     assert tokens == 3 * len(tree)  # a state that comes again is read once
     means = torch.tensor([1.7 / 3, 0.75]) / 2
     assert_close(ppo.state_values(critic, tree, torch.tensor(list(rewards))), means, atol=0.06, rtol=0)
-    assert all(torch.equal(before[name], p) for name, p in learner.model.named_parameters())

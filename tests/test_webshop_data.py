@@ -7,14 +7,12 @@ from statistics import mean
 import pytest
 from test_webshop import SHARED, recorded
 
-import build_trees
 import envs
-import q_search
-import sft
 from data import make_webshop
 from environments.webshop import engine as webshop
 from qlass.demonstrations import demonstrate, read
-from qlass.outputs import read_jsonl
+from qlass.messages import replay
+from qlass.settings import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +37,7 @@ def play(env, task, player):
 def test_catalogue():
     items, records = (make_webshop.catalogue()[f"items_{name}.json"] for name in ("shuffle", "ins_v2"))
     kinds = {item["asin"]: item["query"] for item in items}
-    assert len(kinds) == len(items) == len(records) >= 1000
+    assert len(kinds) == len(items)
     wanted = {asin: record["instruction_attributes"] for asin, record in records.items() if "instruction" in record}
     goals = {(kinds[asin], *sorted(attributes)) for asin, attributes in wanted.items()}
     assert len(goals) == len(wanted) >= 600, "no two products share what is asked for"
@@ -103,12 +101,12 @@ def eto(env, task_id):
     return {"id": int(task_id), "conversations": turns}
 
 
-def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys):
+def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path):
     (tmp_path / "instruction.txt").write_text(INSTRUCTION)
     for name, indices in {"train": [0, 3, 5, 3], "test": [1, 2]}.items():
         (tmp_path / f"{name}_indices.json").write_text(json.dumps(indices))
-    options = {"split_file": str(tmp_path), "instruction": str(tmp_path / "instruction.txt")}
-    env = envs.make("webshop", human_goals=True, **options)
+    options = f"split_file={tmp_path}", f"instruction={tmp_path / 'instruction.txt'}"
+    env = envs.from_config(Sampling(env="webshop", env_option=("human_goals=true", *options)))
     assert sorted(env.task_ids("train")) == ["0", "3", "5"] and sorted(env.task_ids("test")) == ["1", "2"]
     assert envs.make("webshop").published_id({"id": 3}) is None  # whose goals are other ones
     assert env.published_id({"id": "webshop_3"}) is None and env.published_id({}) is None
@@ -116,15 +114,6 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
     (tmp_path / "eto.json").write_text(json.dumps([eto(env, task) for task in env.task_ids("train")]))
     written = {tau.task_id: tau for tau in read(tmp_path / "eto.json", env)}
     assert {tau.state.messages[0] for tau in written.values()} == {("user", INSTRUCTION)}
-    flags = ["--env", "webshop", "--run", str(tmp_path / "run")]
-    for name, value in (options | {"human_goals": "true"}).items():
-        flags += ["--env-option", f"{name}={value}"]
-    sft.main([*flags, "--expert", str(tmp_path / "eto.json"), "--epochs", "2"])
-    build_trees.main([*flags, "--tasks", "cloned", "--rollouts", "2"])
-    shown = {task: [] for task in written}
-    for node in read_jsonl(tmp_path / "run" / "trees.jsonl"):
-        if node["expert"] and node["parent_id"] is not None:
-            shown[node["task_id"]].append(node["action"])
-    assert shown == {task: tau.actions for task, tau in written.items()}  # tau_0 is the file's
-    q_search.main([*flags, "--method", "greedy", "--max-steps", "4", "--limit", "0"])
-    assert "over 2 test tasks" in capsys.readouterr().out
+    for task, tau in written.items():  # its actions earn here what they earned there
+        *_, last = replay(env, task, tau.actions)
+        assert last.done and last.reward > 0.9
