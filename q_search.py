@@ -178,7 +178,7 @@ async def episode(
         samples = await draw(env, state, method, key, rendering)  # lines 5-6
         candidates = distinct_actions(env, [sample.text for sample in samples])[: method.M]
         scores = await method.scores(state, candidates, key)  # line 7: Q(s, a)
-        action = candidates[argmax(scores)]  # line 8: argmax_a Q(s, a)
+        action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
         known = env.knows(parse_action(action))
         after, reward, done = state.act(env, action)  # line 9
         chosen = Step(state, samples, candidates, scores, action, after.observation, reward, known)
@@ -219,17 +219,9 @@ async def choose_episode(episodes: list[Episode], by: str | None) -> Episode:
             (values[i],) = await Score(last.state, (last.action,))
         elif by == "oracle":
             values[i] = last.reward
-    return episodes[argmax(values)]
-
-
-def argmax(values: list[float]) -> int:
-    """The first of the highest values. What differs by rounding alone is equal: a batch of another
-    size rounds in other ways."""
-    best = max(values)
-    for i, value in enumerate(values):
-        if value > best - 1e-5:
-            return i
-    return 0  # nothing scores them
+    # Episodes may end alike: then their values differ by rounding, in each batch in another way.
+    best = [i for i, value in enumerate(values) if value > max(values) - 1e-6]
+    return episodes[best[0] if best else 0]
 
 
 # --------------------------------------------------------------------------------------------- main

@@ -209,9 +209,11 @@ def test_a_field_of_a_result_has_one_type_in_all_lines(search):
     assert len(kinds) == len({name for name, _ in kinds})
 
 
-def test_what_differs_by_rounding_alone_is_equal_and_of_equals_the_first_is_taken():
-    assert q_search.argmax([0.1, 0.20623595, 0.20623597, 0.2]) == 1
-    assert q_search.argmax([float("nan")] * 3) == 0
+def test_of_episodes_whose_values_differ_by_rounding_alone_the_first_counts():
+    episodes = [[SimpleNamespace(state=n, action="a")] for n in range(4)]
+    values = iter([[0.1], [0.20623595], [0.20623597], [0.2]])
+    chosen, _ = run(q_search.choose_episode(episodes, "q"), lambda request: next(values))
+    assert chosen is episodes[1]
 
 
 def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted(search, monkeypatch):
