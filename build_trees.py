@@ -28,6 +28,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -301,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     sft = find_or_make(config.sft, "sft", "sft", config)
     expert, known = demonstrations.by_task(config.expert, sft, env)
     inputs: Inputs = {"sft": sft, "expert": None if config.no_expert else expert}
-    build(config, env, lambda: load_agent(sft, config, env), known, inputs)
+    build(config, env, partial(load_agent, sft, config, env), known, inputs)
 
 
 if __name__ == "__main__":

@@ -63,13 +63,13 @@ def hold_out(expert: list[Demonstration]) -> tuple[list[Demonstration], list[Dem
     return learned, [tau for tau in expert if tau.observation in held_out]
 
 
-def refuse_controls(path: Path, expert: list[Demonstration], chat: Chat) -> None:
+def refuse_controls(expert: list[Demonstration], chat: Chat) -> None:
     """UserError for an action in which a chat template was written before: the agent would learn
     its control tokens as letters."""
     for number, tau in enumerate(expert, 1):
         for action in tau.actions:
             if control := chat.controls.search(action):
-                raise UserError(f"{path}: demonstration {number} has {control[0]} in an action")
+                raise UserError(f"demonstration {number} has {control[0]} in an action")
 
 
 NO_TARGET = -100  # the label of a token that the agent reads and does not write
@@ -212,6 +212,7 @@ def load(
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:
         model, chat = models.load(start, config, train=not config.lora)
+    refuse_controls(expert, chat)
     chat.rendering.candidates = config.candidates
     # Prompts at inference begin as these demonstrations do. Without an agreement the instruction is
     # not told from the first observation: then the environment's own stands.
@@ -237,7 +238,6 @@ def main(argv: list[str] | None = None) -> None:
     if config.expert and share()[0] == 0:
         keep_copy(out, log.meta, "expert")
     model, chat = load(config, env, expert, start)
-    refuse_controls(path, expert, chat)
     limit = int(min(config.max_tokens, chat.context))
     learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out(expert))
     if not learned:
@@ -245,12 +245,10 @@ def main(argv: list[str] | None = None) -> None:
     adapter = models.prepare_training(model, config, chat.stop_id)
     train(model, learned, validation, config, log)
     log.load_best()
-    with training.autocast(config):
-        ends = end_share(model, learned[:32], chat.stop_id)
     figures = log.finish(
         lambda: models.save(model, chat, out, config, adapter),
         tasks=sorted({str(tau.task_id) for tau in expert}),
-        ends=ends,
+        ends=end_share(model, learned[:32], chat.stop_id),
         fingerprint=Policy(model, chat).likelihoods([QUESTION])[0],
     )
     print(f"{out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")

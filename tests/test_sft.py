@@ -235,7 +235,7 @@ def test_control_tokens_in_a_demonstration_are_refused(clone, tmp_path):
     turns = [*ETO["conversations"][:3], {"from": "gpt", "value": "Action: a<end>"}]
     twice = {"id": "webshop_2", "conversations": turns}
     (tmp_path / "eto.json").write_text(json.dumps([ETO, twice]))
-    with pytest.raises(UserError, match=r"eto\.json: demonstration 2 has <end> in an action"):
+    with pytest.raises(UserError, match=r"demonstration 2 has <end> in an action"):
         clone("--expert", str(tmp_path / "eto.json"))
 
 
