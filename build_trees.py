@@ -35,12 +35,12 @@ from typing import Any, ClassVar, Literal
 
 import envs
 from qlass import UserError, demonstrations
+from qlass.agent import load_agent
 from qlass.batching import Sample, ask, drive
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
 from qlass.messages import State, parse_action, replay
 from qlass.outputs import Inputs, Output, find_or_make
-from qlass.policy import load_agent
 from qlass.settings import Sampling, read, run_stage, runtime
 from qlass.trees import tree_metrics
 

@@ -35,10 +35,10 @@ from tyro.conf import arg
 
 import envs
 from qlass import UserError, outputs, results
+from qlass.agent import load_agent
 from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, uniforms
-from qlass.policy import load_agent
 from qlass.results import Episode, Step
 from qlass.settings import Sampling, read, run_stage, runtime
 from train_qnet import QNet, scorer
@@ -181,8 +181,8 @@ async def episode(
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
         known = env.knows(parse_action(action))
         after, reward, done = state.act(env, action)  # line 9
-        chosen = Step(state, samples, candidates, scores, action, after.observation, reward, known)
-        steps.append(chosen)
+        answer = after.observation
+        steps.append(Step(state, samples, candidates, scores, action, answer, reward, known))
         state = after  # line 10
     return steps
 

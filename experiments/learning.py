@@ -20,12 +20,13 @@ from experiments import drive_in_order
 from experiments.self_train import trajectories
 from q_search import Method
 from qlass import UserError, models, outputs
+from qlass.agent import set_first_messages
 from qlass.batching import Sample
 from qlass.chat import Chat
 from qlass.fast.decode import FastPolicy
 from qlass.messages import uniforms
 from qlass.outputs import Inputs, atomic, lock, meta_of, meta_path, write_json, write_jsonl
-from qlass.policy import QUESTION, Policy, set_first_messages
+from qlass.policy import QUESTION, Policy
 from qlass.settings import Prompt, runtime
 
 WARMUP = 4  # updates

@@ -29,12 +29,12 @@ from tyro.conf import arg
 import envs
 from q_search import Method, episode
 from qlass import UserError, demonstrations, outputs
+from qlass.agent import load_agent
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
 from qlass.messages import without_thinking
 from qlass.outputs import Inputs, Output, find_or_make
 from qlass.pairs import states_of
-from qlass.policy import load_agent
 from qlass.results import costs_of
 from qlass.settings import Sampling, read, run_stage, runtime
 from qlass.trees import read_trees

@@ -35,9 +35,9 @@ class Demonstration:
     @property
     def agreed(self) -> int:
         """1 if the agent's first words, such as "OK", are no action yet; else 0."""
-        said = self.texts("assistant")
-        acts = ["Action:" in text for text in said]
-        return int(said[:1] == ["OK"] or (any(acts) and not acts[0]))
+        answers = self.texts("assistant")
+        acts = ["Action:" in text for text in answers]
+        return int(answers[:1] == ["OK"] or (any(acts) and not acts[0]))
 
     @property
     def actions(self) -> list[str]:
@@ -125,7 +125,7 @@ def by_task(
         return None, {}
     best: dict[str, Demonstration] = {}
     for tau in read(path, env, most):
-        known = best.setdefault(str(tau.task_id), tau)
-        if tau.source != "policy" and (tau.reward or 0) > (known.reward or 0):
+        other = best.setdefault(str(tau.task_id), tau)
+        if tau.source != "policy" and (tau.reward or 0) > (other.reward or 0):
             best[str(tau.task_id)] = tau
     return path, best

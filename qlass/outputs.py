@@ -108,14 +108,14 @@ def sha256(path: Path) -> str:
     files = [path]
     if path.is_dir():
         files = sorted(itertools.chain(*map(path.glob, LOADED)))
-    known = tuple((file, file.stat().st_mtime_ns) for file in files)
-    if known not in HASHES:  # a large model is read once
+    key = tuple((file, file.stat().st_mtime_ns) for file in files)
+    if key not in HASHES:  # a large model is read once
         total = hashlib.sha256()
         for file in files:
             with open(file, "rb") as content:
                 total.update(hashlib.file_digest(content, "sha256").digest())
-        HASHES[known] = total.hexdigest()
-    return HASHES[known]
+        HASHES[key] = total.hexdigest()
+    return HASHES[key]
 
 
 def share() -> tuple[int, int]:

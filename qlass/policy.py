@@ -9,7 +9,6 @@ rounds in other ways.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from qlass import UserError, models
+from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
-from qlass.chat import Chat, Rendering
+from qlass.chat import Chat
 from qlass.messages import State, react, uniforms
 
 # One question for every checkpoint, which tells whether a server has its weights.
@@ -37,39 +36,6 @@ ACTIONS = (
     react("", "go to sink 1"),
 )
 QUESTION = LogProb(State(MESSAGES, TASK), ACTIONS)
-
-
-def load_agent(sft: Path, config: Any, env: Any = None) -> Any:
-    """The agent in the checkpoint `sft`, which is to play `env` from the messages that it was
-    cloned with; with --server only its tokenizer is here."""
-    if config.server:
-        from qlass.served import ServedPolicy
-
-        agent: Any = ServedPolicy(sft, config)
-    else:
-        agent = load_policy(sft, config)
-    if env:
-        set_first_messages(env, agent.chat.rendering, config)
-    return agent
-
-
-def set_first_messages(env: Any, rendering: Rendering, config: Any) -> None:
-    """Let an environment begin with the messages that the agent was cloned with."""
-    if rendering.agreement is not None:
-        env.agreement = rendering.agreement
-    given = any(option.startswith("instruction=") for option in config.env_option)
-    if rendering.instruction and not given:
-        env.instruct(rendering.instruction)
-
-
-def load_policy(path: Path, config: Any) -> Policy:
-    """The model in a checkpoint: `Policy`, or without --plain its fast twin."""
-    model, chat = models.load(path, config)
-    if config.plain:
-        return Policy(model, chat, config.seed)
-    from qlass.fast.decode import FastPolicy
-
-    return FastPolicy(model, chat, config.seed, config.cache_gb)
 
 
 class Keyed(LogitsProcessor):

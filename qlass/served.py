@@ -88,20 +88,20 @@ def check(
 ) -> None:
     """Ask a fixed question, whose answer the checkpoint's metadata have. UserError if the server's
     differs by more than `most`, or by ten times as much with --load-in: served in few bits."""
-    known = meta_of(folder).get("fingerprint")
+    fingerprint = meta_of(folder).get("fingerprint")
     try:
         (values,) = answer([QUESTION])
     except Untold as error:
-        known = None
+        fingerprint = None
         warn(str(error))
-    if not known:
+    if not fingerprint:
         warn(f"{server.url}: whether it has the weights of {folder} is not known")
         return
-    difference = np.abs(np.subtract(values, known)).max()
-    said = f"{server.url}: a fixed text differs by {difference:.3f} from that of {folder}"
+    difference = np.abs(np.subtract(values, fingerprint)).max()
+    message = f"{server.url}: a fixed text differs by {difference:.3f} from that of {folder}"
     if not difference < most * (10 if config.load_in else 1):
-        raise UserError(f"{said}: other weights, or few bits (--load-in says so)")
-    print(said, file=sys.stderr)
+        raise UserError(f"{message}: other weights, or few bits (--load-in says so)")
+    print(message, file=sys.stderr)
 
 
 class ServedPolicy:

@@ -123,18 +123,18 @@ def read(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R
     words = sys.argv[1:] if argv is None else list(argv)
     config = parse(kind, doc, words)
     flags = [word.partition("=")[0].lstrip("-") for word in words if word.startswith("-")]
-    given = {flag.replace("-", "_") for flag in flags}
-    said = {name: value for name, value in vars(config).items() if name in given}
-    folder = config.run if "run" in said else default_run(config.env)
+    names = {flag.replace("-", "_") for flag in flags}
+    from_flags = {name: value for name, value in vars(config).items() if name in names}
+    folder = config.run if "run" in from_flags else default_run(config.env)
     run = read_run(folder)
-    begun = {name: run[name] for name in ("env", "seed", "preset") if run}
-    config = dataclasses.replace(config, **begun | {"run": folder} | said)
+    shared = {name: run[name] for name in ("env", "seed", "preset") if run}
+    config = dataclasses.replace(config, **shared | {"run": folder} | from_flags)
     own = tuple(run["env_option"]) if run else ()
     more = tuple(option for option in config.env_option if option not in own)
     if run and (config.env != run["env"] or (more and not kind.plays_elsewhere)):
         raise UserError(f"{config.run} is of {' '.join([run['env'], *own])}: give another --run")
     config = dataclasses.replace(config, preset=config.preset or presets.preset_for(config))
-    defaults = {n: v for n, v in presets.settings(config).items() if n not in said}
+    defaults = {n: v for n, v in presets.settings(config).items() if n not in from_flags}
     config = dataclasses.replace(config, **defaults)
     if run:
         defaults.pop("env_option", None)

@@ -13,10 +13,11 @@ from fakes import FakeServer, completion, save_agent, settings_of, tiny_backbone
 
 import q_search
 from qlass import UserError
+from qlass.agent import load_agent
 from qlass.batching import LogProb, Sample, Score
 from qlass.messages import State
 from qlass.outputs import meta_of, meta_path, read_jsonl, sha256, write_json
-from qlass.policy import QUESTION, Policy, load_agent
+from qlass.policy import QUESTION, Policy
 from qlass.served import TRIES, ServedPolicy, ServedQNet, Server
 from qlass.settings import Sampling
 from train_qnet import QNet

@@ -13,11 +13,12 @@ import q_search
 import sft
 from experiments import clone_answers
 from qlass import UserError, demonstrations
+from qlass.agent import load_agent
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration, read
 from qlass.messages import State
 from qlass.outputs import meta_of, read_jsonl
-from qlass.policy import QUESTION, load_agent
+from qlass.policy import QUESTION
 from qlass.tiny import AIDS, MARK
 from qlass.training import cosine
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from experiments import drive_in_order
 from qlass import UserError
+from qlass.agent import load_policy
 from qlass.batching import Request, Sample, Score, drive
 from qlass.chat import Chat, Rendering
 from qlass.fast import cache, parity
@@ -23,7 +24,7 @@ from qlass.fast.decode import FastPolicy
 from qlass.fast.score import FastQNet
 from qlass.fast.token_tree import TokenTree, batches, windows_of
 from qlass.messages import State, react, uniforms
-from qlass.policy import Policy, load_policy
+from qlass.policy import Policy
 from qlass.settings import Sampling
 from train_qnet import QNet
 

@@ -28,10 +28,10 @@ from experiments.qval import metrics, report, search
 from experiments.qval.points import EXACT, Point, distinct, labelled, trajectory
 from experiments.qval.scorers import Call, Context, Judge, answer, entries, scored
 from qlass import UserError, outputs
+from qlass.agent import set_first_messages
 from qlass.batching import LogProb, Models, Sample, drive
 from qlass.chat import FLAGS, Rendering
 from qlass.outputs import Inputs
-from qlass.policy import set_first_messages
 from qlass.settings import read, run_stage, runtime
 
 
