@@ -18,7 +18,8 @@ of which one counts.
 
 -M and -N set M and N of all methods that have them.
 Of N episodes --select takes one, by Q or, as the paper does, by the final reward ("oracle").
-Nothing else here sees the reward. `python -m experiments.compare` plays all methods.
+Nothing else here sees the reward. `python -m reporting.show` shows an episode with its choices, and
+`python -m experiments.compare` plays all methods.
 """
 
 from __future__ import annotations
@@ -67,7 +68,6 @@ class Config(Sampling):
     N: Annotated[tuple[int, ...], arg(aliases=["-N"])] = runtime(())  # episodes (1; best_of_n: 4)
     select: Literal["q", "oracle"] = runtime("q")  # which of N episodes counts
     distinct: bool = False  # draw until M actions differ, 3M times at most
-    show: bool = runtime(False)  # only print an episode with choices, and greedy's way beside it
     split: str = runtime("test")  # tasks to play
     limit: int = runtime(0)  # number of tasks (0: all)
     skip: int = runtime(0)  # leave out the first tasks
@@ -110,19 +110,12 @@ class Method:
     async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
         """The score of each candidate of step `key` (task, episode, step); a model is asked."""
         if self.by == "q":
-            values = await Score(state, tuple(actions))  # Q(s, a)
-            if not all(map(math.isfinite, values)):
-                raise UserError("QNet's values are not finite: is it trained to its end?")
-            return values
+            return await q_values(state, actions)
         if self.by == "likelihood":  # of the whole text, even if only valid ones are drawn
             return await LogProb(state, tuple(actions))  # log pi(a | s)
         if self.by == "chance":
             return list(uniforms(len(actions), "random", self.seed, *key))
         return [math.nan] * len(actions)  # null in the file: the first is taken
-
-    def greedy(self) -> Method:
-        """The agent without this search, which --show plays beside it."""
-        return Method("greedy", temperature=0.0)
 
     @property
     def needs_q(self) -> bool:
@@ -210,18 +203,28 @@ def distinct_actions(env: envs.TextEnv, actions: Iterable[str]) -> list[str]:
     return list(first.values())
 
 
+async def q_values(state: State, actions: list[str]) -> list[float]:
+    """Q(s, a) of each action, by QNet."""
+    values = await Score(state, tuple(actions))
+    if not all(map(math.isfinite, values)):
+        raise UserError("QNet's values are not finite: is it trained to its end?")
+    return values
+
+
 async def choose_episode(episodes: list[Episode], by: str | None) -> Episode:
     """The episode that counts (line 11)."""
-    values = [0.0] * len(episodes)
-    for i, steps in enumerate(episodes):
+    if by is None:
+        return episodes[0]
+    values: list[float] = []
+    for steps in episodes:
         last = steps[-1]
         if by == "q":  # the last action's Q speaks for the episode
-            (values[i],) = await Score(last.state, (last.action,))
-        elif by == "oracle":
-            values[i] = last.reward
+            values += await q_values(last.state, [last.action])
+        else:
+            values.append(last.reward)
     # Episodes may end alike: then their values differ by rounding, in each batch in another way.
     best = [i for i, value in enumerate(values) if value > max(values) - 1e-6]
-    return episodes[best[0] if best else 0]
+    return episodes[best[0]]
 
 
 # --------------------------------------------------------------------------------------------- main
@@ -234,13 +237,15 @@ def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:
     return env, env.task_ids(config.split)[config.skip :][: config.limit or None]
 
 
-def load(config: Config, env: envs.TextEnv, with_q: bool) -> tuple[Chat, Models, outputs.Inputs]:
-    """The agent's Chat, what answers requests, and the checkpoints that do."""
+def load(
+    config: Config, env: envs.TextEnv, plan: Sequence[Any]
+) -> tuple[Chat, Models, outputs.Inputs]:
+    """The agent's Chat, what answers the requests of these methods, and the checkpoints that do."""
     sft = outputs.find_or_make(config.sft, "sft", "sft", config)
     agent = load_agent(sft, config, env)
     models: Models = {Sample: agent.sample, LogProb: agent.likelihoods}
     inputs: outputs.Inputs = {"sft": sft}
-    if with_q:
+    if any(method.needs_q for method in plan):
         reader, inputs["qnet"] = load_scorer(config)
         models[Score] = reader.score
     return agent.chat, models, inputs
@@ -306,11 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
     env, tasks = environment(config)
     plan = [method for name in config.method for method in methods_of(name, config)]
-    chat, models, inputs = load(config, env, any(method.needs_q for method in plan))
-    if config.show:
-        from reporting.show import show
-
-        return show(config, env, tasks, plan, chat, models)
+    chat, models, inputs = load(config, env, plan)
     evaluate(config, env, tasks, plan, chat, models, inputs)
 
 

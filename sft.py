@@ -187,10 +187,10 @@ def end_share(model: Any, examples: list[Example], end: int) -> float:
     model.eval()
     ended: list[bool] = []
     for example in examples:
-        at = [i - 1 for i, label in enumerate(example.labels) if label == end]
         ids = torch.tensor([example.ids], device=model.device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, at]
-        ended += (logits.argmax(-1) == end).tolist()
+        likeliest = model(input_ids=ids, use_cache=False).logits[0, :-1].argmax(-1)
+        at_ends = torch.tensor(example.labels[1:]) == end
+        ended += (likeliest.cpu()[at_ends] == end).tolist()
     right = sum(ended) / max(1, len(ended))
     if right < 0.9:
         warn(f"it ends {right:.0%} of its turns where they should end: its texts will run on")

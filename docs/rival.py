@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     config = read(q_search.Config, __doc__, argv)
     env, tasks = q_search.environment(config)
     plan = [Vote("vote", M=m) for m in config.M]
-    chat, models, inputs = q_search.load(config, env, with_q=any(method.needs_q for method in plan))
+    chat, models, inputs = q_search.load(config, env, plan)
     q_search.evaluate(config, env, tasks, plan, chat, models, inputs)
 
 

@@ -27,7 +27,7 @@ class Hooks:
         return self.subject(task_id)
 
     def picture(self, observation: str) -> str:
-        """What `--show` draws below an observation."""
+        """What `reporting.show` draws below an observation."""
         return ""
 
     def published_id(self, record: dict) -> str | None:

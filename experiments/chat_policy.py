@@ -17,9 +17,8 @@ class ChatPolicy:
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """Free text, whatever a request has as valid."""
-        jobs = [(request, k) for request in requests for k in range(request.n)]
-        texts = iter(self.server.side_by_side(self.text, jobs))
-        return [[next(texts) for _ in range(request.n)] for request in requests]
+        jobs = [[(request, k) for k in range(request.n)] for request in requests]
+        return self.server.side_by_side(self.text, jobs)
 
     def text(self, request: Sample, k: int) -> Candidate:
         options = {"temperature": request.temperature, "max_tokens": self.max_tokens}
@@ -30,7 +29,8 @@ class ChatPolicy:
     def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
         """log p of each valid text as the reply's first token, (A,); -inf where it is not among the
         20 likeliest."""
-        return self.server.side_by_side(self.first_token, [(r,) for r in requests])
+        (logprobs,) = self.server.side_by_side(self.first_token, [[(r,) for r in requests]])
+        return logprobs
 
     def first_token(self, request: Sample) -> np.ndarray:
         options = {"temperature": 1, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}

@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     plan = plan_of(env, config)
     chat, models, inputs = None, {}, {}  # if only players play
     if not all(isinstance(method, Player) for method in plan):
-        chat, models, inputs = q_search.load(config, env, any(method.needs_q for method in plan))
+        chat, models, inputs = q_search.load(config, env, plan)
         if config.paraphrase_server:
             reworder = paraphrase.by_server(config.paraphrase_server)
             models[Sample] = paraphrase.under_wordings(models[Sample], reworder)

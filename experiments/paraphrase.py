@@ -30,19 +30,19 @@ PROMPT = (
 
 
 def reword(state: State, wording: str) -> State:
-    """The state as it would be if its task had been worded like this: in the user's messages, wherever they say it as
-    the first of them do, and not in the agent's. UserError if those do not say the task."""
+    """The state as it would be if its task had been worded like this: in the user's messages, and not in the agent's.
+    UserError if the first of them do not say the task."""
     if wording == state.task:
         return state
     users = [text for role, text in state.messages if role == "user"]
     begin = users[: Demonstration(None, state).agreed + 1]  # the instruction and the first observation
-    patterns = list(filter(None, (sentence(state.task, text) for text in begin)))
-    if not patterns:
+    pattern = sentence(state.task)
+    if not any(map(pattern.search, begin)):
         problem = "does not stand in the first messages, as a sentence of its own: leave --paraphrase-server out"
         raise UserError(f"the task {state.task!r:.60} {problem}")
     messages = []
     for role, text in state.messages:
-        for pattern in patterns if role == "user" else ():
+        if role == "user":
             text = pattern.sub(lambda _: wording, text)
         messages.append((role, text))
     return State(tuple(messages), wording)

@@ -35,6 +35,7 @@ from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.messages import State
 from qlass.outputs import Inputs, find_or_make, meta_of, shared_flags
 from qlass.pairs import states_of
+from qlass.presets import TINY
 from qlass.records import Label
 from qlass.settings import read, run_stage, runtime
 from qlass.trees import read_trees
@@ -42,6 +43,11 @@ from train_qnet import QNet
 
 VALUE_CLIP = 0.2  # how far an update may move V
 PASSES = 10  # a token: Tree-GRPO's 6; the critic before the update, and its update
+
+
+# The tiny model's learning rates, chosen on validation tasks.
+TINY["any"]["ppo"] = {"lr": 3e-4, "critic_lr": 1e-3}
+TINY["alfworld"]["ppo"] = {"lr": 1e-4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     config = read(Config, __doc__, argv)
     env, tasks = q_search.environment(config)
     plan = plan_of(config)
-    chat, models, inputs = q_search.load(config, env, with_q=any(method.needs_q for method in plan))
+    chat, models, inputs = q_search.load(config, env, plan)
     if config.server:
         models[Reflect] = answer_by(Server(config.server))
     q_search.evaluate(config, env, tasks, plan, chat, models, inputs)

@@ -286,7 +286,7 @@ def main(argv: list[str] | None = None) -> None:
     if not config.method:
         raise UserError("--method: name one or more of lookahead, beam, mcts, particles")
     env, tasks = q_search.environment(config)
-    chat, models, inputs = q_search.load(config, env, with_q=True)
+    chat, models, inputs = q_search.load(config, env, [Method("qlass", "q")])
     labels = outputs.input_of(inputs["qnet"], "labels")
     gamma = outputs.meta_of(labels)["recipe"].get("gamma", 0.9) if labels else 0.9
     models |= {Draws: several(models[Sample]), Values: several(models[Score])}

@@ -94,9 +94,8 @@ class ChatModel:
         jobs = []
         for request in requests:
             shown = self.examples(request.key[0])  # here: an environment is not for threads
-            jobs += [(request, shown, k) for k in range(request.n)]
-        answers = iter(self.server.side_by_side(self.answer, jobs))
-        return [[next(answers) for _ in range(request.n)] for request in requests]
+            jobs.append([(request, shown, k) for k in range(request.n)])
+        return self.server.side_by_side(self.answer, jobs)
 
     def answer(self, request: Sample, shown: list[tuple[str, str]], k: int) -> Answer:
         """Answer k, with a seed of its own, which many servers ignore."""
@@ -199,10 +198,6 @@ def main(argv: list[str] | None = None) -> None:
         reading = dataclasses.replace(config, qnet=named, temperature=None, max_new_tokens=None)
         agent.qnet, inputs["qnet"] = q_search.load_scorer(reading)
         models[Score] = agent.qnet.score
-    if config.show:
-        from reporting.show import show
-
-        return show(config, env, tasks, plan, agent, models)
     q_search.evaluate(config, env, tasks, plan, agent, models, inputs)
     agent.warn()
 

@@ -74,10 +74,7 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     convert = functools.partial(in_our_layout, env)
     lines: Any = itertools.islice(records.read(path, records.Demonstration, convert), most)
     expert: list[Demonstration] = []
-    unread: set[str] = set()
     for line in lines:
-        if "reward" not in line:
-            unread |= line.keys() & {"success", "score"}
         state = State.load(line["messages"], line.get("task", ""))
         fields = {name: line[name] for name in ("reward", "source") if name in line}
         expert.append(Demonstration(line.get("task_id"), state, **fields))
@@ -85,8 +82,6 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
             raise UserError(f"{path}: demonstration {len(expert)} has no action")
     if not expert:
         raise UserError(f"{path}: holds no demonstration")
-    if unread:
-        warn(f"{path}: {', '.join(sorted(unread))} is not read: an outcome is a `reward`")
     if not any("Action:" in text for tau in expert for text in tau.actions):
         warn(f'{path}: no message has "Action:", so each is an action as a whole')
     return expert

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import hashlib
 import importlib
 import itertools
@@ -38,7 +39,6 @@ from qlass.records import one_line
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata tell
 LOADED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")  # what is read of a checkpoint
 LAYOUT = 2  # of a run's folder
-HASHES: dict[tuple, str] = {}  # by files and their times
 Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
 
 
@@ -108,14 +108,17 @@ def sha256(path: Path) -> str:
     files = [path]
     if path.is_dir():
         files = sorted(itertools.chain(*map(path.glob, LOADED)))
-    key = tuple((file, file.stat().st_mtime_ns) for file in files)
-    if key not in HASHES:  # a large model is read once
-        total = hashlib.sha256()
-        for file in files:
-            with open(file, "rb") as content:
-                total.update(hashlib.file_digest(content, "sha256").digest())
-        HASHES[key] = total.hexdigest()
-    return HASHES[key]
+    return hash_of(tuple((file, file.stat().st_mtime_ns) for file in files))
+
+
+@functools.cache  # a large model is read once
+def hash_of(files: tuple[tuple[Path, int], ...]) -> str:
+    """Of files and their times."""
+    total = hashlib.sha256()
+    for file, _ in files:
+        with open(file, "rb") as content:
+            total.update(hashlib.file_digest(content, "sha256").digest())
+    return total.hexdigest()
 
 
 def share() -> tuple[int, int]:
@@ -172,9 +175,9 @@ def default_run(env: str) -> Path:
 def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path:
     """An input of a stage: what was named, else RUN/name, which the earlier stage makes first."""
     path = named or config.run / name
-    if named and not named.exists() and not name.endswith(".jsonl"):
+    if named and not name.endswith(".jsonl"):
         path = checkpoint(named)
-    elif named and not path.exists():
+    elif named and not named.exists():
         raise UserError(f"{named}: no such file")
     if not path.exists():
         if not config.run.exists() and config.run != default_run(config.env):
@@ -229,23 +232,25 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     old = meta_of(output)
     states = output.with_name(output.name + ".partial")  # of a checkpoint
     done = [output.exists(), states.exists(), *parts_of(output).glob("*.jsonl")]
-    if not old["recipe"] and any(done):
-        raise UserError(
-            f"{output}: is there without its .meta.json, so not of this command: move it"
-        )
-    if any(done) and old["recipe"].get("stage", config.stage) != config.stage:
-        raise UserError(f"{output}: is made by another command: name another --out")
-    if config.overwrite:
-        for path in (output, parts_of(output), states, meta_path(output)):
-            remove(path)
-    if config.overwrite or not any(done):
+    if not any(done):
         old = {"recipe": {}, "inputs": {}}
-    for name in sorted(old["recipe"].keys() & recipe.keys()):
-        before, now = old["recipe"][name], recipe[name]
+    elif not old["recipe"]:
+        problem = "is there without its .meta.json, so not of this command: move it"
+        raise UserError(f"{output}: {problem}")
+    way_out = "another --out or --run keeps both"
+    compared = {"stage"}  # what another command made is not overwritten
+    if not config.overwrite:
+        way_out += ", --overwrite starts again"
+        compared = set(recipe)
+    for name in sorted(compared & old["recipe"].keys()):
+        before, now = old["recipe"][name], recipe.get(name)
         if before != now:
             differs = f"{name} {before}, not {now}" if name not in inputs else f"another {name}"
-            way_out = "another --out or --run keeps both, --overwrite starts again"
             raise UserError(f"{output} was begun with {differs}: {way_out}")
+    if config.overwrite:
+        old = {"recipe": {}, "inputs": {}}
+        for path in (output, parts_of(output), states, meta_path(output)):
+            remove(path)
     folder = output.parent.resolve()
     places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
     kept = {n: place for n, place in old["inputs"].items() if (folder / place).exists()}

@@ -163,24 +163,15 @@ class Policy:
 
     # --------------------------------------------------------------------- of texts that are given
 
-    def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
-        """log pi(a | s) of actions as free text."""
-        sums = []
-        for state, action in pairs:
-            prompt = self.chat.prompt(state)
-            ids = self.chat.action(action, state.task, len(prompt))
-            logp = self.logits(prompt, ids).log_softmax(-1)
-            of_tokens = logp[range(len(ids)), ids]
-            sums.append(float(of_tokens.double().sum()))
-        return sums
-
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
-        """log pi(a | s) of each request's actions."""
-        pairs = []
-        for r in requests:
-            pairs += [(r.state, action) for action in r.actions]
-        values = iter(self.logprobs(pairs))
-        return [[next(values) for _ in r.actions] for r in requests]
+        """log pi(a | s) of each request's actions as free text, in nats."""
+        return [[self.likelihood(r.state, action) for action in r.actions] for r in requests]
+
+    def likelihood(self, state: State, action: str) -> float:
+        prompt = self.chat.prompt(state)
+        ids = self.chat.action(action, state.task, len(prompt))
+        logp = self.logits(prompt, ids).log_softmax(-1)
+        return float(logp[range(len(ids)), ids].double().sum())
 
     @torch.inference_mode()
     def logits(self, prompt: list[int], ids: list[int]) -> Tensor:

@@ -5,7 +5,8 @@ tiny    the tiny model's, which are those of the rows in runs/reference_output. 
 paper   the paper's: Table 5 and Appendix A.2. Most of them are the defaults of the stages'
         Config; here is what depends on the environment.
 
-A preset that fits is taken unasked: the paper's for a pretrained model, else the tiny model's.
+A preset that fits is taken unasked: the paper's for a pretrained model, else the tiny model's. An
+experiment adds its own settings to them.
 """
 
 from __future__ import annotations
@@ -38,9 +39,6 @@ TINY: dict[str, Stages] = {
             "micro_tokens": 2048,
         },
         "q_search": {"limit": 400},
-        "eto": {"lr": 1e-4},
-        "tree_grpo": {"lr": 3e-4},  # the learning rate decides everything
-        "ppo": {"lr": 3e-4, "critic_lr": 1e-3},
     },
     "webshop": {
         "sft": {"n_expert": 100, "epochs": 34},
@@ -53,7 +51,6 @@ TINY: dict[str, Stages] = {
         # (runs/reference_output/README.md).
         "train_qnet": {"epochs": 3, "patience": 3, "rank_weight": 4.0},
         "q_search": {"limit": 0},
-        "eto": {"lr": 2e-5},
     },
     "alfworld": {
         # Without the thoughts that repeat what earlier pages said, an aid (docs/differences.md).
@@ -63,10 +60,6 @@ TINY: dict[str, Stages] = {
         "bellman": {"gamma": 0.98},
         "train_qnet": {"epochs": 6, "patience": 6},
         "q_search": {"split": "valid_unseen"},
-        "qval": {"split": "valid_unseen"},
-        "eto": {"lr": 3e-5},
-        "tree_grpo": {"lr": 1e-4},
-        "ppo": {"lr": 1e-4},
     },
     "sciworld": {
         "run": {"env_option": ("tasks=eto",)},  # the 24 tasks that ETO and the paper have
@@ -76,7 +69,6 @@ TINY: dict[str, Stages] = {
         "build_trees": {"depth": 6, "rollouts": 6, "limit": 300},
         "train_qnet": {"epochs": 4},
         "q_search": {"split": "test_unseen"},
-        "qval": {"split": "test_unseen"},
     },
     "frozenlake": {
         "run": {"env_option": ("map=lakes",)},
@@ -107,13 +99,7 @@ PAPER: dict[str, Stages] = {
 
 PRESETS = {"tiny": TINY, "paper": PAPER}
 # Updates that start from 0 take larger steps than weights.
-LORA: Stages = {
-    "sft": {"lr": 2e-4},
-    "train_qnet": {"lr": 2e-4},
-    "eto": {"lr": 1e-5},
-    "tree_grpo": {"lr": 1e-5},
-    "ppo": {"lr": 1e-5},
-}
+LORA: Stages = {"sft": {"lr": 2e-4}, "train_qnet": {"lr": 2e-4}}
 
 
 def settings(config: Any) -> dict[str, Any]:

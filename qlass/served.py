@@ -7,6 +7,7 @@ what it has read in part or not finished, stops the run in one line: the same co
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -73,10 +74,12 @@ class Server:
         reply = self.ask(self.client.chat.completions.create, **body)
         return reply.choices[0], reply.usage
 
-    def side_by_side(self, function: Callable, jobs: list) -> list[Any]:
-        """What the function gives for the arguments of each job."""
+    def side_by_side(self, function: Callable, groups: list[list[tuple]]) -> list[list[Any]]:
+        """What the function gives for each tuple of arguments, in groups as these are."""
+        jobs = itertools.chain(*groups)
         with ThreadPool(self.width) as pool:
-            return pool.starmap(function, jobs, chunksize=1)
+            values = iter(pool.starmap(function, jobs, chunksize=1))
+        return [[next(values) for _ in group] for group in groups]
 
 
 class Untold(UserError):
@@ -121,11 +124,8 @@ class ServedPolicy:
         check(self.server, folder, self.likelihoods, config, most=2.0)
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        jobs = []
-        for request in requests:
-            jobs += [(request, k) for k in range(request.n)]
-        texts = iter(self.server.side_by_side(self.text, jobs))
-        return [[next(texts) for _ in range(request.n)] for request in requests]
+        jobs = [[(request, k) for k in range(request.n)] for request in requests]
+        return self.server.side_by_side(self.text, jobs)
 
     def text(self, request: Sample, k: int) -> Candidate:
         """Candidate k; each setting is named, else a default of the server's would act."""
@@ -146,11 +146,8 @@ class ServedPolicy:
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         """log pi(a | s) of texts, where the server tells log-probabilities of a prompt (vLLM)."""
-        jobs = []
-        for r in requests:
-            jobs += [(r.state, action) for action in r.actions]
-        sums = iter(self.server.side_by_side(self.likelihood, jobs))
-        return [[next(sums) for _ in r.actions] for r in requests]
+        jobs = [[(request.state, action) for action in request.actions] for request in requests]
+        return self.server.side_by_side(self.likelihood, jobs)
 
     def likelihood(self, state: State, action: str) -> float:
         """log pi(a | s) of one text, in nats."""
@@ -178,10 +175,8 @@ class ServedQNet:
 
     def score(self, requests: list[Score]) -> list[list[float]]:
         """Siblings are one call, so that one replica reads their prefix, once."""
-        jobs = []
-        for request in requests:
-            jobs.append((request,))
-        return self.server.side_by_side(self.values, jobs)
+        (values,) = self.server.side_by_side(self.values, [[(request,) for request in requests]])
+        return values
 
     def values(self, request: Score) -> list[float]:
         """The value at each text's last token: an embedding of one number."""

@@ -44,21 +44,11 @@ def mark(text: str, task: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def sentence(task: str, first: str) -> re.Pattern | None:
-    """Finds the task's sentence in pages, where they say it as the text `first` does: behind the
-    same word and before the same sign, as a whole.
-
-    "red" is found in "Task: red." if `first` is "Task: red. All is off.", and not in "On: red." or
-    "Task: reddish.". None if `first` does not say the task, or if there is none.
-    """
-    words = re.escape(task.strip())
-    place = re.search(rf"(\S*\s*)(?<!\w){words}(?!\w)\s*(\S?)", first) if words else None
-    if place is None:
-        return None
-    before, after = map(re.escape, place.groups())
-    begin = rf"(?<={before})" if before else r"\A"
-    end = after or r"\Z"
-    return re.compile(rf"{begin}{words}(?!\w)(?=\s*{end})")
+def sentence(task: str) -> re.Pattern:
+    """Finds the task's sentence in pages, as a whole: not "buy it" in "buy items". A task of one
+    word is found nowhere, as pages may say that word of something else."""
+    words = task.strip()
+    return re.compile(rf"(?<!\w){re.escape(words)}(?!\w)" if " " in words else r"(?!)")
 
 
 class Aids:
@@ -94,14 +84,13 @@ class Aids:
         if self.rendering.markov:
             role, _ = messages[-1]
             messages = messages[-2:] if role == "assistant" else messages[-1:]
-        _, first = messages[0]
-        again = sentence(task, first)
+        again = sentence(task)
         shown: list[Message] = []
         pages = set()
         for role, content in messages:
             text = content
             if compact and shown and role == "user":
-                text = again.sub("", content) if again else content
+                text = again.sub("", content)
                 text = SAME_PAGE if content in pages else text
                 pages.add(content)
             if shown or role == "assistant":

@@ -235,11 +235,7 @@ class Training:
 
     def load(self, name: str) -> None:
         """Take model, optimizer, random numbers and log from a state."""
-        try:
-            state = torch.load(self.states / name, map_location="cpu", weights_only=True)
-        except Exception as error:  # cut by a crash of the machine
-            way_out = "delete it, or copy best.pt over it"
-            raise UserError(f"{self.states / name}: can't be read: {way_out}") from error
+        state = torch.load(self.states / name, map_location="cpu", weights_only=True)
         trained, moments, random, self.lines = state
         self.model.load_state_dict(trained, strict=False)  # not the frozen ones
         self.optimizer.load_state_dict(moments)

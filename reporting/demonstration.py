@@ -73,7 +73,7 @@ def replayed(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iter
     """Each action, whether the environment knew it, and its answer, then the reward."""
     moves = replay(env, task, demonstration.actions)
     reward, done, differ, start = 0.0, False, 0, next(moves).state
-    again = sentence(start.task, start.observation)
+    again = sentence(start.task)
     recorded = demonstration.texts("user")[demonstration.agreed + 1 :]
     for number, text in enumerate(demonstration.actions):
         action = parse_action(text)
@@ -83,7 +83,7 @@ def replayed(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iter
         other = number < len(recorded) and recorded[number].strip() != state.observation.strip()
         marks["another answer than recorded"] = other
         differ += other
-        answer = again.sub("...", state.observation) if again else state.observation  # the task would hide the rest
+        answer = again.sub("...", state.observation)  # the task would hide the rest
         yield f"  {number + 1:3} {textwrap.shorten(action, WIDTH - 6, placeholder=' ...')}"
         yield f"      {textwrap.shorten(answer, WIDTH - 6, placeholder=' ...')}"
         yield from (f"      <- {mark}" for mark, so in marks.items() if so)

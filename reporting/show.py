@@ -1,4 +1,6 @@
-"""An episode on the terminal, for `q_search.py --show`: where the search had a choice, and what greedy does there.
+"""An episode on the terminal: where the search had a choice, and what the agent without it, greedy, does there.
+
+    python -m reporting.show --run runs/demo -M 4    # the flags are q_search.py's; nothing is written
 
 Most steps leave nothing to choose, since all samples are the same action. So of the tasks that the command names the
 first is shown in whose episode several steps have a choice.
@@ -14,10 +16,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+import q_search
+from q_search import Method, methods_of
 from qlass import UserError
-from qlass.batching import Models, Sample, drive
+from qlass.batching import Models, drive
 from qlass.chat import Chat
 from qlass.messages import State, parse_action
+from qlass.settings import read, run_stage
 from qlass.tiny import sentence
 
 TRIED = 96  # tasks at most, in search of an episode with choices
@@ -46,7 +51,7 @@ def bar(score: float | None, scores: Sequence[float | None]) -> str:
 # ----------------------------------------------------------------------------------------------- what is shown
 
 
-def show(config: Any, env: Any, tasks: list[str], plan: Sequence[Any], chat: Any, models: Models) -> None:
+def show(config: Any, env: Any, tasks: list[str], plan: Sequence[Method], chat: Chat, models: Models) -> None:
     """Print an episode of each method of the plan. Nothing is written."""
     if not tasks:
         raise UserError("no tasks are left: mind --split, --skip and --limit")
@@ -63,8 +68,8 @@ def show(config: Any, env: Any, tasks: list[str], plan: Sequence[Any], chat: Any
         print(paint(f"{method}: reward {best['reward']:.3g} after {best['n_steps']} steps", "1;36"))
         if method.M > 1:
             print(count_of_choices(best))
-        if method.name != "greedy" and Sample in models and isinstance(chat, Chat):
-            (rival,) = outcomes(config, env, method.greedy(), [best["task_id"]], chat, models)
+        if method.name != "greedy":
+            (rival,) = outcomes(config, env, Method("greedy", temperature=0.0), [best["task_id"]], chat, models)
             print(compared(env, best, rival))
         print()
 
@@ -113,10 +118,10 @@ def search_for(tried: Sequence[dict], best: dict, split: str) -> str:
 def rows_of(env: Any, line: dict) -> Iterator[str]:
     """The task, and of each step what the agent read, its candidates with their scores, the one taken."""
     page = State.first(env, *env.reset(options={"task_id": line["task_id"]})).observation
-    again = sentence(line["task"], page)
+    again = sentence(line["task"])
     yield paint(line["task"] or "a new episode", "1;36")
     for number, step in enumerate(line["steps"], 1):
-        text = again.sub("...", page) if again else page  # it stands above
+        text = again.sub("...", page)  # it stands above
         text = textwrap.shorten(text, 2 * WIDTH, placeholder=" ...")
         yield paint(f"step {number}", "1")
         yield textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
@@ -156,3 +161,15 @@ def compared(env: Any, line: dict, rival: dict) -> str:
         same += 1
     rest = ", ".join(in_short(step["action"]) for step in rival["steps"][same:])
     return textwrap.fill(text + f"The ways part at step {same + 1}, from where greedy goes on with {rest}.", WIDTH)
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = read(q_search.Config, __doc__, argv)
+    env, tasks = q_search.environment(config)
+    plan = [method for name in config.method for method in methods_of(name, config)]
+    chat, models, _ = q_search.load(config, env, plan)
+    show(config, env, tasks, plan, chat, models)
+
+
+if __name__ == "__main__":
+    run_stage(main)

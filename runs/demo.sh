@@ -23,4 +23,4 @@ compare --method all       # stage 5: Q-guided generation (q_search.py), and eve
 report
 bin=$(dirname "$PYTHON")
 [ ! -e "$bin/activate" ] || echo "Enter the environment:  source $bin/activate"
-echo "Watch QNet choose:      python q_search.py --run $RUN -M 4 --show"
+echo "Watch QNet choose:      python -m reporting.show --run $RUN -M 4"

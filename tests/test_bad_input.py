@@ -110,12 +110,6 @@ def test_a_table_of_pandas_is_read_as_it_was(tmp_path):
     assert [*read_trees(theirs)] == [*read_trees(ours)]
 
 
-def test_outcomes_that_are_not_read_are_told(tmp_path, capsys):
-    (tmp_path / "expert.jsonl").write_text(chat(LEFT, success=False, score=0))
-    assert read(tmp_path / "expert.jsonl", FakeEnv())[0].reward is None
-    assert "score, success is not read" in capsys.readouterr().err
-
-
 def checkpoint(path: Path, tasks: list[str] | None = None, n_expert: int | None = None, **inputs: str) -> Path:
     """A folder with metadata of the stage that trained it."""
     path.mkdir()

@@ -141,21 +141,16 @@ def test_the_compact_form_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("task", "first", "page", "left"),
+    ("task", "page", "left"),
     [
-        ("red", "Task: red. All is off.", "On: red.", "On: red."),
-        ("red", "Task: red. All is off.", "Task: red.", "Task: ."),
-        ("red", "Task: red. All is off.", "Task: reddish. Task: red, blue.", "Task: reddish. Task: red, blue."),
-        ("buy it", "Shop [SEP] buy it [SEP] Search", "[SEP] buy it [SEP] buy it now", "[SEP]  [SEP] buy it now"),
-        ("a (b). ", "Room.\n\nYour task is to: a (b).", "Your task is to: a (b).", "Your task is to: "),
-        ("go", "go", "go", ""),
-        ("go", "where to?", "go", "go"),  # it is not said at first
-        ("", "Task: red.", "On: red.", "On: red."),
+        ("red", "On: red.", "On: red."),  # of one word it is no sentence
+        ("buy it", "[SEP] buy it [SEP] buy items", "[SEP]  [SEP] buy items"),
+        ("a (b). ", "Your task is to: a (b).", "Your task is to: "),
+        ("", "On: red.", "On: red."),
     ],
 )
-def test_the_tasks_sentence_is_taken_out_where_a_page_says_it_as_at_first(task, first, page, left):
-    again = sentence(task, first)
-    assert (again.sub("", page) if again else page) == left
+def test_the_tasks_sentence_is_taken_out_of_pages_as_a_whole(task, page, left):
+    assert sentence(task).sub("", page) == left
 
 
 CONTROL = sorted({token for _, named, others in TEMPLATES.values() for token in (*named.values(), *others)})

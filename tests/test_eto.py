@@ -103,7 +103,7 @@ def test_packed_pairs_have_the_probabilities_of_trajectories_one_by_one(pairs, r
     assert len(packs) == (len(pairs) if room == 1 else 1)
     sides = torch.cat([pack.logprobs(plain.model) for pack in packs], dim=1).tolist()
     for logprobs, trajectories in zip(sides, zip(*pairs, strict=True), strict=True):
-        expected = [sum(plain.logprobs([(d.state, d.action) for d in taken])) for taken in trajectories]
+        expected = [sum(plain.likelihood(d.state, d.action) for d in taken) for taken in trajectories]
         assert logprobs == pytest.approx(expected, rel=1e-5)
 
 

@@ -150,7 +150,7 @@ def test_an_output_of_another_command_stays_even_with_overwrite(tmp_path):
     outputs.begin(path, one(run=tmp_path), {}, {})
     path.write_text("")
     for overwrite in (False, True):
-        with pytest.raises(UserError, match=r"x\.jsonl: is made by another command"):
+        with pytest.raises(UserError, match=r"x\.jsonl was begun with stage one, not other: another"):
             outputs.begin(path, other(run=tmp_path, overwrite=overwrite), {}, {})
     outputs.begin(path, one(run=tmp_path), {}, {})
     assert path.exists()

@@ -76,7 +76,7 @@ def test_trials_continue_with_further_wordings():
 
 TOLD = (("user", "Shop. To find a shoe is all."), ("assistant", "OK"), ("user", "Task: find a shoe. All off."))
 LATER = "Observation: to find a shoe. Task: find a shoe."
-PAGES = ["Task: buy \\1. All off.", "Observation: to find a shoe. Task: buy \\1."]
+PAGES = ["Task: buy \\1. All off.", "Observation: to buy \\1. Task: buy \\1."]
 
 
 @pytest.mark.parametrize(

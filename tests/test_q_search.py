@@ -170,7 +170,7 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
 
     def printed(tasks: list[str]) -> str:
         models = {Sample: lambda asked: list(map(draw, asked)), Score: lambda asked: list(map(true_q, asked))}
-        config = SimpleNamespace(show=True, in_flight=None, split="test")
+        config = SimpleNamespace(in_flight=None, split="test")
         show(config, FakeEnv(), tasks, [Method("qlass", "q", M=2)], CHAT, models)
         return capsys.readouterr().out
 

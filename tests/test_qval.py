@@ -152,7 +152,7 @@ def test_what_scores_say(context):
 
     assert values("oracle") == pytest.approx([0.5 * 0.81, 0.81])
     assert values("step_index") == values("untried") == [0.0, 0.0]
-    logp = context.agent.logprobs([(root(FakeEnv()), action) for action in ACTIONS])
+    (logp,) = context.agent.likelihoods([LogProb(root(FakeEnv()), ACTIONS)])
     assert values("logprob") == pytest.approx(logp)
     assert values("logprob_token") == pytest.approx([v / 5 for v in logp])
     shares = values("vote_share", [react("", action) for action in ("left", "right", "fly")])

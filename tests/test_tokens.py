@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from experiments import drive_in_order
 from qlass import UserError
 from qlass.agent import load_policy
-from qlass.batching import Request, Sample, Score, drive
+from qlass.batching import LogProb, Request, Sample, Score, drive
 from qlass.chat import Chat, Rendering
 from qlass.fast import cache, parity
 from qlass.fast.cache import PromptCache
@@ -144,7 +144,8 @@ def test_actions_are_drawn_as_often_as_they_are_likely_and_the_likeliest_by_the_
 
 def test_the_log_probability_of_a_text_by_brute_force():
     pairs = [(state, action) for state in STATES for action in ACTIONS]
-    answers = [kind(MODEL, CHAT).logprobs(pairs) for kind in (FastPolicy, Policy)]
+    asked = [LogProb(state, ACTIONS) for state in STATES]
+    answers = [np.concatenate(kind(MODEL, CHAT).likelihoods(asked)) for kind in (FastPolicy, Policy)]
     for (state, action), *both in zip(pairs, *answers, strict=True):
         prompt, ids = CHAT.prompt(state), CHAT.action(action, state.task)
         rows = plain(prompt + ids).log_softmax(-1)[len(prompt) - 1 : -1]
@@ -265,7 +266,7 @@ def test_a_tree_costs_its_unique_tokens():
     for s, a in pairs:
         tree.add([*CHAT.prompt(s), *CHAT.action(a, "")])
     policy, net = FastPolicy(MODEL, CHAT), FastQNet(QNet(MODEL.model, CHAT))
-    policy.logprobs(pairs)
+    policy.likelihoods([LogProb(s, ACTIONS[:2]) for s in FAMILY])
     net.score([Score(s, ACTIONS[:2]) for s in FAMILY])
     assert net.cache.computed == policy.computed == len(tree)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -91,19 +90,6 @@ def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp
     logs = [list(read_jsonl(tmp_path / name / "model.log.jsonl")) for name in ("one", "parts")]
     assert logs[0] == logs[1]
     assert [line["step"] for line in logs[0] if "lr" in line] == list(range(1, 17))
-
-
-def test_a_state_that_a_crash_has_cut_is_told_with_a_way_on(tmp_path):
-    with pytest.raises(Stopped):
-        fit(tmp_path, LOSSES, 11)
-    states = tmp_path / "model.partial"
-    last = states / "last.pt"
-    last.write_bytes(last.read_bytes()[:99])
-    with pytest.raises(UserError, match=r"last\.pt: can't be read: delete it, or (put|copy) best\.pt"):
-        fit(tmp_path, LOSSES)
-    shutil.copy(states / "best.pt", last)  # of the second epoch's end
-    final, _, weights = fit(tmp_path, LOSSES)
-    assert len(weights) == 2 and same(final, fit(tmp_path / "whole", LOSSES)[0])
 
 
 def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, capsys):

@@ -32,7 +32,11 @@ from qlass.agent import set_first_messages
 from qlass.batching import LogProb, Models, Sample, drive
 from qlass.chat import FLAGS, Rendering
 from qlass.outputs import Inputs
+from qlass.presets import TINY
 from qlass.settings import read, run_stage, runtime
+
+for env in ("alfworld", "sciworld"):
+    TINY[env]["qval"] = {"split": TINY[env]["q_search"]["split"]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
     env, tasks = q_search.environment(config)
     context = Context(config)
     plan = planned(config, context)
-    chat, models, inputs = q_search.load(config, env, any(method.needs_q for method in plan))
+    chat, models, inputs = q_search.load(config, env, plan)
     context.agent = models[Sample].__self__  # scores ask the agent that is loaded
     models[Call] = answer
     needed = {name for method in plan for name in method.entry.needs}

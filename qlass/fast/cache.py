@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, batches, tree_inputs
 from qlass.messages import State
@@ -279,14 +280,15 @@ def question_of(chat: Chat, state: State, actions: Iterable[str]) -> Question:
 
 
 def unread(
-    chat: Chat, pairs: Iterable[Pair], memory: Mapping[Pair, float], read: Callable
+    chat: Chat, requests: Sequence[Score], memory: Mapping[Pair, float], read: Callable
 ) -> Iterator[tuple]:
-    """Read the (s, a) that `memory` lacks: each, a's n tokens, and outputs (n + 1, ...) of s's last
-    and of these."""
+    """Read the (s, a) of requests that `memory` lacks: each, a's n tokens, and outputs (n + 1, ...)
+    of s's last and of these."""
     fresh: dict[State, dict[str, None]] = {}
-    for state, action in pairs:
-        if (state, action) not in memory:
-            fresh.setdefault(state, {})[action] = None
+    for r in requests:
+        for action in r.actions:
+            if (r.state, action) not in memory:
+                fresh.setdefault(r.state, {})[action] = None
     states = list(fresh)
     questions = [question_of(chat, state, fresh[state]) for state in states]
     for number, outputs, paths in read(questions):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from qlass.batching import Candidate, Sample
+from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat
 from qlass.fast import cache
 from qlass.fast.cache import Pair, Prompt, PromptCache, Question, Reading, Row, Tokens
@@ -146,15 +146,15 @@ class FastPolicy(Policy):
         return [self.memory[choice] for choice in choices]
 
     @torch.inference_mode()
-    def logprobs(self, pairs: list[Pair]) -> list[float]:
+    def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         """log pi(a | s) of actions as free text, each token of what they share computed once."""
         if len(self.written) > REMEMBERED:
             self.written.clear()
-        for pair, ids, logits in cache.unread(self.chat, pairs, self.written, self.read):
+        for pair, ids, logits in cache.unread(self.chat, requests, self.written, self.read):
             logp = logits[:-1].log_softmax(-1)
             of_tokens = logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None])
             self.written[pair] = float(of_tokens.double().sum())
-        return [self.written[pair] for pair in pairs]
+        return [[self.written[r.state, action] for action in r.actions] for r in requests]
 
     # ------------------------------------------------------------------------------------ free text
 

@@ -25,8 +25,7 @@ class FastQNet:
 
     @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:
-        pairs = [(r.state, action) for r in requests for action in r.actions]
-        for pair, _, values in unread(self.qnet.chat, pairs, self.memory, self.read):
+        for pair, _, values in unread(self.chat, requests, self.memory, self.read):
             self.memory[pair] = float(values[-1])
         return [[self.memory[r.state, action] for action in r.actions] for r in requests]
 
