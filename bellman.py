@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from qlass.outputs import begin, find_or_make, meta_path, write_json, write_jsonl
-from qlass.settings import Run, read, run_stage, runtime
+from qlass.settings import Run, read_settings, run_stage, runtime
 from qlass.trees import children_of, read_trees
 
 
@@ -73,7 +73,7 @@ def write_labels(config: Config, values: Values = q_values) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    write_labels(read(Config, __doc__, argv))
+    write_labels(read_settings(Config, __doc__, argv))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
 from qlass.messages import State, parse_action, replay
 from qlass.outputs import Inputs, Output, find_or_make
-from qlass.settings import Sampling, read, run_stage, runtime
+from qlass.settings import Sampling, read_settings, run_stage, runtime
 from qlass.trees import tree_metrics
 
 
@@ -250,9 +250,9 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     return records
 
 
-async def grow(explorer: Explorer, known: dict[str, Demonstration] | None) -> list[dict]:
+async def grow(explorer: Explorer, demonstration_of: dict[str, Demonstration] | None) -> list[dict]:
     """The lines of a task's tree."""
-    root = await explorer.explore(known)
+    root = await explorer.explore(demonstration_of)
     return tree_records(explorer.env, explorer.task_id, root)
 
 
@@ -260,19 +260,19 @@ def build(
     config: Any,
     env: envs.TextEnv,
     load: Callable[[], Any],
-    known: dict[str, Demonstration],
+    demonstration_of: dict[str, Demonstration],
     inputs: Inputs,
 ) -> None:
     """Grow the trees of the tasks that the settings name.
 
-    load: makes the agent, once there is something to do. known: demonstrations by task.
+    load: makes the agent, once there is something to do. demonstration_of: demonstrations by task.
     """
     order = env.task_ids("train")
     expert = inputs["expert"]
-    if expert and known.keys().isdisjoint(order):
+    if expert and demonstration_of.keys().isdisjoint(order):
         raise UserError(f"{expert}: has none of the training tasks (--no-expert does without)")
     if config.tasks == "cloned":
-        order = [task for task in order if task in known]
+        order = [task for task in order if task in demonstration_of]
     else:
         order.reverse()
     tasks = order[: config.limit or None]
@@ -287,8 +287,9 @@ def build(
         steps = config.steps or env.tree_steps
         limits = depth, config.width, config.rollouts or math.inf, steps, config.prune
         rendering = agent.chat.rendering
+        given = None if config.no_expert else demonstration_of
         explorers = (Explorer(env.fork(), task, rendering, *limits) for task in todo)
-        growing = (grow(explorer, None if config.no_expert else known) for explorer in explorers)
+        growing = (grow(explorer, given) for explorer in explorers)
         groups = drive(growing, {Sample: agent.sample}, config.in_flight or env.side_by_side)
         trees.write(groups, "trees", len(todo))
     counts = tree_metrics(trees.records)
@@ -297,12 +298,12 @@ def build(
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
     sft = find_or_make(config.sft, "sft", "sft", config)
-    expert, known = demonstrations.by_task(config.expert, sft, env)
+    expert, demonstration_of = demonstrations.by_task(config.expert, sft, env)
     inputs: Inputs = {"sft": sft, "expert": None if config.no_expert else expert}
-    build(config, env, partial(load_agent, sft, config, env), known, inputs)
+    build(config, env, partial(load_agent, sft, config, env), demonstration_of, inputs)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Episode, Step
-from qlass.settings import Sampling, read, run_stage, runtime
+from qlass.settings import Sampling, read_settings, run_stage, runtime
 from train_qnet import QNet, scorer
 
 # What scores the candidates of each method.
@@ -308,7 +308,7 @@ def evaluate(
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     env, tasks = environment(config)
     plan = [method for name in config.method for method in methods_of(name, config)]
     chat, models, inputs = load(config, env, plan)

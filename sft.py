@@ -30,7 +30,7 @@ from qlass.demonstrations import Demonstration
 from qlass.messages import State
 from qlass.outputs import Inputs, checkpoint, keep_copy, share, warn
 from qlass.policy import QUESTION, Policy
-from qlass.settings import Learning, read, run_stage, runtime
+from qlass.settings import Learning, read_settings, run_stage, runtime
 from qlass.tiny import AIDS, tiny_model
 
 
@@ -51,7 +51,7 @@ class Config(Learning):
 # ------------------------------------------------------------------------- examples to learn from
 
 
-def hold_out(expert: list[Demonstration]) -> tuple[list[Demonstration], list[Demonstration]]:
+def hold_out_tasks(expert: list[Demonstration]) -> tuple[list[Demonstration], list[Demonstration]]:
     """Demonstrations to train on, and those of 5 % of the tasks to validate.
 
     At least 16 tasks are held out; of fewer than 64, none.
@@ -223,7 +223,7 @@ def load(
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
     training.join(config)
     start = None if config.model == "tiny" else checkpoint(config.model)
@@ -239,7 +239,7 @@ def main(argv: list[str] | None = None) -> None:
         keep_copy(out, log.meta, "expert")
     model, chat = load(config, env, expert, start)
     limit = int(min(config.max_tokens, chat.context))
-    learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out(expert))
+    learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out_tasks(expert))
     if not learned:
         raise UserError(f"no demonstration has an action within {limit} tokens (--max-tokens)")
     adapter = models.prepare_training(model, config, chat.stop_id)

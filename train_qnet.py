@@ -35,10 +35,10 @@ from qlass import UserError, models, outputs, training
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.messages import State
-from qlass.pairs import Pair, Pairs, Part, families, hold_out, pairs_of, ranking
+from qlass.pairs import Pair, Pairs, Part, families, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
 from qlass.records import Label
-from qlass.settings import Learning, Prompt, read, run_stage, runtime
+from qlass.settings import Learning, Prompt, read_settings, run_stage, runtime
 from qlass.trees import read_trees
 
 
@@ -259,7 +259,7 @@ def save(qnet: QNet, out: Path, config: Config, adapter: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     labels = outputs.find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
     sft = outputs.find_or_make(config.sft, "sft", "sft", config)
     out = config.out or config.run / "qnet"
@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     qnet = load(sft, config)
     tasks, trees = read_pairs(labels, qnet.chat, config.limit)
-    learned, held_out = hold_out(trees, tasks)
+    learned, held_out = hold_out_trees(trees, tasks)
     if not any(learned):
         raise UserError(f"{labels}: no pair of (s, a) to train on")
     adapter = models.prepare_training(qnet.backbone, config)

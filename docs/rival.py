@@ -12,7 +12,7 @@ from qlass.batching import ask
 from qlass.chat import Chat
 from qlass.messages import State, parse_action
 from qlass.results import Episode, Step, costs_of, describe
-from qlass.settings import read, run_stage
+from qlass.settings import read_settings, run_stage
 
 
 class Vote(Method):
@@ -39,7 +39,7 @@ class Vote(Method):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(q_search.Config, __doc__, argv)
+    config = read_settings(q_search.Config, __doc__, argv)
     env, tasks = q_search.environment(config)
     plan = [Vote("vote", M=m) for m in config.M]
     chat, models, inputs = q_search.load(config, env, plan)

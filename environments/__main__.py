@@ -2,11 +2,11 @@
 
 import envs
 from environments.check import check
-from qlass.settings import Run, read, run_stage
+from qlass.settings import Run, read_settings, run_stage
 
 
 def main(argv: list[str] | None = None) -> None:
-    env = envs.from_config(read(Run, __doc__, argv))
+    env = envs.from_config(read_settings(Run, __doc__, argv))
     check(env)
     print(f"{env.name}: keeps the rules")
 

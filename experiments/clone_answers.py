@@ -25,7 +25,7 @@ from qlass.demonstrations import Demonstration
 from qlass.messages import State
 from qlass.outputs import Inputs, checkpoint
 from qlass.policy import QUESTION, Policy
-from qlass.settings import read, run_stage
+from qlass.settings import read_settings, run_stage
 from qlass.training import Training
 
 
@@ -89,7 +89,7 @@ def loss_of(model: Any, examples: list[Example]) -> torch.Tensor:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
     path = config.expert or demonstrations.collect(env, config)
     expert = demonstrations.read(path, env, config.n_expert)
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     model, chat = sft.load(config, env, expert, start)
     limit = int(min(config.max_tokens, chat.context))
-    learned, held_out = sft.hold_out(expert)
+    learned, held_out = sft.hold_out_tasks(expert)
     examples = list(examples_of(chat, learned, limit, config.observation_loss))
     validation = list(sft.examples_of(chat, held_out, limit))
     adapter = models.prepare_training(model, config)

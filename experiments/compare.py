@@ -28,7 +28,7 @@ from qlass.batching import Sample, Score
 from qlass.chat import Chat
 from qlass.messages import State, parse_action, react
 from qlass.results import Episode, Step, describe
-from qlass.settings import read, run_stage, runtime
+from qlass.settings import read_settings, run_stage, runtime
 
 PLAYERS = ("rule", "expert", "oracle")
 ORACLES = {"oracle_step": "truth", "oracle_lookahead": "q"}  # what scores where the episode goes on
@@ -179,7 +179,7 @@ def everything(env: envs.TextEnv, config: Config) -> list[Method]:
 
 
 def settings_of(argv: list[str] | None) -> Config:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     if not config.M:
         config = dataclasses.replace(config, M=(2, 4, 6) if "all" in config.method else (2,))
     if config.paraphrase_server:

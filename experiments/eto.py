@@ -38,7 +38,7 @@ from qlass.outputs import Inputs, find_or_make
 from qlass.pairs import GAP, families, pairs_of
 from qlass.presets import TINY
 from qlass.records import Label
-from qlass.settings import read, run_stage, runtime
+from qlass.settings import read_settings, run_stage, runtime
 from qlass.trees import read_trees
 
 # The tiny model's learning rates, chosen on validation tasks.
@@ -173,7 +173,7 @@ def train(learner: Learner, preferences: list[Preference], updates: int, epochs:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     name = config.name or ("eto" if config.pairs == "expert" else "eto-siblings")
     config = dataclasses.replace(config, name=name)
     env = envs.from_config(config)

@@ -37,7 +37,7 @@ from qlass.outputs import Inputs, find_or_make, meta_of, shared_flags
 from qlass.pairs import states_of
 from qlass.presets import TINY
 from qlass.records import Label
-from qlass.settings import read, run_stage, runtime
+from qlass.settings import read_settings, run_stage, runtime
 from qlass.trees import read_trees
 from train_qnet import QNet
 
@@ -204,7 +204,7 @@ def load_critic(sft: Path, learner: Learner, config: Config) -> QNet:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
     sft = find_or_make(config.sft, "sft", "sft", config)
     learner = load(sft, config, env)

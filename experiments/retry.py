@@ -23,7 +23,7 @@ from qlass.chat import Chat
 from qlass.messages import State
 from qlass.results import Episode
 from qlass.served import Server
-from qlass.settings import read, run_stage, runtime
+from qlass.settings import read_settings, run_stage, runtime
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."
 PLANS = "\nYour plans after attempts at this task that failed:\n"
@@ -102,7 +102,7 @@ def answer_by(server: Server) -> Callable[[list[Reflect]], list[str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     env, tasks = q_search.environment(config)
     plan = plan_of(config)
     chat, models, inputs = q_search.load(config, env, plan)

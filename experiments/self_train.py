@@ -36,7 +36,7 @@ from qlass.messages import without_thinking
 from qlass.outputs import Inputs, Output, find_or_make
 from qlass.pairs import states_of
 from qlass.results import costs_of
-from qlass.settings import Sampling, read, run_stage, runtime
+from qlass.settings import Sampling, read_settings, run_stage, runtime
 from qlass.trees import read_trees
 from train_qnet import QNet, scorer
 
@@ -157,7 +157,7 @@ def cloned_lines(checkpoint: Path, env: envs.TextEnv) -> list[dict]:
 
 
 def settings_of(argv: list[str] | None) -> Config:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     threshold = config.threshold
     if threshold is None:
         threshold = float(config.method in ("rft", "tree"))

@@ -13,7 +13,7 @@ import dataclasses
 from typing import Literal
 
 import bellman
-from qlass.settings import read, run_stage
+from qlass.settings import read_settings, run_stage
 from qlass.trees import children_of
 
 
@@ -69,7 +69,7 @@ TARGETS = {"q": bellman.q_values, "td": td, "mc": mc, "avg": avg, "reward": rewa
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     bellman.write_labels(config, TARGETS[config.target])
 
 

@@ -35,7 +35,7 @@ from qlass.chat import Rendering
 from qlass.messages import State, uniforms
 from qlass.outputs import find_or_make
 from qlass.presets import TINY
-from qlass.settings import read, run_stage
+from qlass.settings import read_settings, run_stage
 
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
@@ -253,7 +253,7 @@ def line_of(last: dict, groups: list[Group], figures: Sequence[torch.Tensor]) ->
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     if not config.rounds and (config.M == 1 or config.advantage == "intra"):
         raise UserError("--rounds 0: a group of one trajectory has nothing to be compared with")
     config = dataclasses.replace(config, name=config.name or ("tree_grpo" if config.rounds else "grpo"))

@@ -33,7 +33,7 @@ from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Step, costs_of, describe
-from qlass.settings import read, run_stage, runtime
+from qlass.settings import read_settings, run_stage, runtime
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,7 +282,7 @@ def plan_of(config: Config, gamma: float) -> list[TreeSearch]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     if not config.method:
         raise UserError("--method: name one or more of lookahead, beam, mcts, particles")
     env, tasks = q_search.environment(config)

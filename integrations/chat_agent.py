@@ -41,7 +41,7 @@ from qlass.messages import State, uniforms, without_thinking
 from qlass.outputs import Inputs, warn
 from qlass.results import Episode, costs_of, describe
 from qlass.served import Server
-from qlass.settings import Sampling, read, run_stage, runtime
+from qlass.settings import Sampling, read_settings, run_stage, runtime
 
 OPENAI = "https://api.openai.com/v1"
 OPENING = 2  # messages before the first observation: the instruction, and the agent's "OK"
@@ -183,7 +183,7 @@ def tokens_read(episodes: Sequence[Episode]) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     env, tasks = q_search.environment(config)
     agent = ChatModel(config, env)
     name = Path(agent.server.model).name  # of a hub name or a folder its last part

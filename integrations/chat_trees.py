@@ -19,7 +19,7 @@ import build_trees
 import envs
 from integrations.chat_agent import ChatModel, Chatting
 from qlass import demonstrations
-from qlass.settings import read, run_stage, runtime
+from qlass.settings import read_settings, run_stage, runtime
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Config(Chatting, build_trees.Config):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
     agent = ChatModel(config, env)
     config = dataclasses.replace(config, model=agent.version())

@@ -15,7 +15,7 @@ from openenv.core.env_server import Action, Environment, Observation, State, cre
 import envs
 from integrations.trl import TextGame
 from qlass import UserError
-from qlass.settings import Run, read, run_stage, runtime
+from qlass.settings import Run, read_settings, run_stage, runtime
 
 ONE_AT_A_TIME = threading.Lock()  # sessions are threads, and players share what an engine keeps
 
@@ -119,7 +119,7 @@ class Config(Run):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     uvicorn.run(application(envs.from_config(config)), host=config.host, port=config.port)
 
 

@@ -142,7 +142,7 @@ def meta_of(output: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {"recipe": {}, "inputs": {}}
 
 
-def parts_of(output: Path) -> Path:
+def parts_folder(output: Path) -> Path:
     """The folder of what is done of an unfinished output."""
     return output.with_name(output.name + ".parts")
 
@@ -231,7 +231,7 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     recipe = json.loads(json.dumps(settings | hashes | stage, default=str))
     old = meta_of(output)
     states = output.with_name(output.name + ".partial")  # of a checkpoint
-    done = [output.exists(), states.exists(), *parts_of(output).glob("*.jsonl")]
+    done = [output.exists(), states.exists(), *parts_folder(output).glob("*.jsonl")]
     if not any(done):
         old = {"recipe": {}, "inputs": {}}
     elif not old["recipe"]:
@@ -249,7 +249,7 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
             raise UserError(f"{output} was begun with {differs}: {way_out}")
     if config.overwrite:
         old = {"recipe": {}, "inputs": {}}
-        for path in (output, parts_of(output), states, meta_path(output)):
+        for path in (output, parts_folder(output), states, meta_path(output)):
             remove(path)
     folder = output.parent.resolve()
     places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
@@ -296,7 +296,7 @@ class Output:
         if n > 1 and config.overwrite:
             raise UserError(f"{path}: --overwrite is for one process: delete it")
         self.path, self.key = path, key
-        self.parts = parts_of(path)
+        self.parts = parts_folder(path)
         self.part = self.parts / f"{rank}-of-{n}.jsonl"
         self.open = contextlib.ExitStack()
         self.open.enter_context(lock(self.part if n > 1 else path))

@@ -62,7 +62,7 @@ def families(pairs: Pairs) -> list[Pairs]:
     return list(siblings.values())
 
 
-def hold_out(trees: list[Pairs], tasks: Sequence[str]) -> tuple[list[Pairs], list[Pairs]]:
+def hold_out_trees(trees: list[Pairs], tasks: Sequence[str]) -> tuple[list[Pairs], list[Pairs]]:
     """Trees to train on, and those of every tenth task, from the first on, to validate.
 
     tasks: of each tree. The trees of a task alone are both.

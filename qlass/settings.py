@@ -118,7 +118,7 @@ def parse(kind: type[C], doc: str | None, argv: Sequence[str] | None = None) -> 
     return tyro.cli(kind, args=argv, description=doc, config=FORM)
 
 
-def read(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R:
+def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R:
     """The settings of a command of a run."""
     words = sys.argv[1:] if argv is None else list(argv)
     config = parse(kind, doc, words)

@@ -23,7 +23,7 @@ from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration
 from qlass.messages import State, parse_action, replay
 from qlass.models import load_chat
-from qlass.settings import Run, read, run_stage, runtime
+from qlass.settings import Run, read_settings, run_stage, runtime
 from qlass.tiny import AIDS, sentence, tiny_model
 from sft import NO_TARGET, examples_of
 
@@ -93,7 +93,7 @@ def replayed(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iter
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
     path = config.expert or config.run / "expert.jsonl"
     expert = demonstrations.read(path, env)

@@ -15,7 +15,7 @@ import pandas as pd
 
 from qlass import UserError, records
 from qlass.messages import parse_action
-from qlass.outputs import input_of, meta_of, parts_of, warn
+from qlass.outputs import input_of, meta_of, parts_folder, warn
 from reporting.stats import Estimate, interval
 
 METHODS = {  # in the order of the table
@@ -126,14 +126,14 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
         if path.is_dir():
             there = [*path.glob("results*.jsonl"), *path.glob("results*.jsonl.parts")]
             paths = [path / name for name in sorted({file.name.removesuffix(".parts") for file in there})]
-        if not any(place.exists() for file in paths for place in (file, parts_of(file))):
+        if not any(place.exists() for file in paths for place in (file, parts_folder(file))):
             raise UserError(f"{path}: no results*.jsonl; python q_search.py --run FOLDER writes one")
         yield from ((label, file) for file in paths)
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, Any]]:
     """("FILE:LINE", result). UserError for a file that is not complete, and for what is no result."""
-    if not path.exists() and parts_of(path).exists():
+    if not path.exists() and parts_folder(path).exists():
         raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
     for number, line in enumerate(records.read(path, records.Result), 1):
         yield f"{path}:{number}", line
@@ -151,7 +151,7 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
         for where, record in lines_of(path):
             labels = filter(None, (label, record.get("label")))
             rows.append(episode(record) | {"label": ", ".join(labels), "file": path, "where": where})
-        if parts_of(path).exists():
+        if parts_folder(path).exists():
             warnings.append(f"{path}: is being extended; what is new is read when that is complete")
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")

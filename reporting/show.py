@@ -22,7 +22,7 @@ from qlass import UserError
 from qlass.batching import Models, drive
 from qlass.chat import Chat
 from qlass.messages import State, parse_action
-from qlass.settings import read, run_stage
+from qlass.settings import read_settings, run_stage
 from qlass.tiny import sentence
 
 TRIED = 96  # tasks at most, in search of an episode with choices
@@ -164,7 +164,7 @@ def compared(env: Any, line: dict, rival: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read(q_search.Config, __doc__, argv)
+    config = read_settings(q_search.Config, __doc__, argv)
     env, tasks = q_search.environment(config)
     plan = [method for name in config.method for method in methods_of(name, config)]
     chat, models, _ = q_search.load(config, env, plan)

@@ -310,7 +310,7 @@ def fork(main: Callable, argv: list[str], folder: Path = Path(), **env: str) -> 
 
 def settings_of(stage: Any, *argv: str) -> Any:
     """The Config of a stage or an experiment, a module, as these flags set it."""
-    return settings.read(stage.Config, stage.__doc__, list(argv))
+    return settings.read_settings(stage.Config, stage.__doc__, list(argv))
 
 
 # --------------------------------------------------------------------------------- an OpenAI-compatible server

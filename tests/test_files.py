@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import q_search
 from qlass import UserError, outputs, records
-from qlass.outputs import Output, find_or_make, parts_of, read_jsonl, write_jsonl
-from qlass.settings import Run, read, run_stage, runtime
+from qlass.outputs import Output, find_or_make, parts_folder, read_jsonl, write_jsonl
+from qlass.settings import Run, read_settings, run_stage, runtime
 
 TASKS = ["t0", "t1", "t2", "t3"]
 
@@ -30,7 +30,7 @@ class Stage(Run):
 
 
 def flags(*words: str) -> Stage:
-    return read(Stage, "A stage.", words)
+    return read_settings(Stage, "A stage.", words)
 
 
 def begin(path: Path, *words: str, **inputs: Path | None) -> Output:
@@ -75,7 +75,7 @@ def test_stopped_at_any_byte_at_any_width_it_becomes_the_same_file(calls):
         path = Path(folder) / "run[2]" / "r{a,b}[1]*.jsonl"  # which no pattern finds
         for share, stop, cut in calls:
             grow(path, share=share, stop=stop)
-            part = parts_of(path) / "{}-of-{}.jsonl".format(*share)
+            part = parts_folder(path) / "{}-of-{}.jsonl".format(*share)
             if part.exists():
                 os.truncate(part, min(cut, part.stat().st_size))
         grow(path)

@@ -96,7 +96,7 @@ def parsed(*command):
     config = getattr(module, "Config", None) or module.q_search.Config
     if not issubclass(config, settings.Run):
         return settings.parse(config, module.__doc__, flags)
-    read = settings.read(config, module.__doc__, flags)
+    read = settings.read_settings(config, module.__doc__, flags)
     if read.stage == "sft" and not (read.run / "run.json").exists():
         read.run.mkdir(parents=True, exist_ok=True)
         shared = {name: getattr(read, name) for name in ("env", "env_option", "seed", "preset")} | {"layout": 2}

@@ -85,11 +85,11 @@ def test_every_twentieth_task_is_held_out():
         return State((*opening, ("assistant", f"Action: {trial}")))
 
     expert = shown(*(played(task, trial) for task in range(400) for trial in range(2)))
-    learned, held_out = sft.hold_out(expert)
+    learned, held_out = sft.hold_out_tasks(expert)
     every_twentieth = [played(task, trial) for task in range(0, 400, 20) for trial in range(2)]
     assert held_out == shown(*every_twentieth)
     assert learned == [demonstration for demonstration in expert if demonstration not in held_out]
-    assert sft.hold_out(expert[:126]) == (expert[:126], [])  # too few to spare any
+    assert sft.hold_out_tasks(expert[:126]) == (expert[:126], [])  # too few to spare any
 
 
 def test_validation_by_hand():

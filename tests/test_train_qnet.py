@@ -17,7 +17,7 @@ from qlass.chat import Chat, Rendering
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.messages import State
 from qlass.outputs import meta_of
-from qlass.pairs import Pair, families, hold_out, pairs_of, ranking
+from qlass.pairs import Pair, families, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
 from qlass.training import Training
 from train_qnet import QNet, family_loss, read_pairs
@@ -202,6 +202,6 @@ def test_pairs_beyond_the_context_are_left_out_or_cut(tmp_path, monkeypatch, cap
 
 def test_the_trees_of_every_tenth_task_are_held_out():
     tasks = [str(number // 2) for number in range(42)]  # two trees each
-    training, held_out = hold_out([[number] for number in range(42)], tasks)
+    training, held_out = hold_out_trees([[number] for number in range(42)], tasks)
     assert held_out == [[0], [1], [20], [21], [40], [41]] and len(training) == 36
-    assert hold_out([["alone"]], ["a"]) == ([["alone"]], [["alone"]])
+    assert hold_out_trees([["alone"]], ["a"]) == ([["alone"]], [["alone"]])

@@ -33,7 +33,7 @@ from qlass.batching import LogProb, Models, Sample, drive
 from qlass.chat import FLAGS, Rendering
 from qlass.outputs import Inputs
 from qlass.presets import TINY
-from qlass.settings import read, run_stage, runtime
+from qlass.settings import read_settings, run_stage, runtime
 
 for env in ("alfworld", "sciworld"):
     TINY[env]["qval"] = {"split": TINY[env]["q_search"]["split"]}
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["search"]:
         return search.main(argv[1:])
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     references = config.references or ("exact" if config.env in EXACT else "policy",)
     env = envs.from_config(config)
     if config.actor == "agent" or "policy" in references:

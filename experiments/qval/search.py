@@ -17,7 +17,7 @@ from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answ
 from qlass import UserError
 from qlass.batching import Sample
 from qlass.messages import State, uniforms
-from qlass.settings import read, runtime
+from qlass.settings import read_settings, runtime
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def planned(config: Config, context: Context) -> list[Steered]:
 
 
 def main(argv: list[str]) -> None:
-    config = read(Config, __doc__, argv)
+    config = read_settings(Config, __doc__, argv)
     if config.qnet or config.method != ("qlass",):
         raise UserError("--scorer names what search follows; QNets are those in --run: leave --method and --qnet out")
     env, tasks = q_search.environment(config)
