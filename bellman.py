@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
-from qlass.outputs import begin, find_or_make, meta_path, write_json, write_jsonl
+from qlass.outputs import begin, changed_inputs, find_or_make, meta_path, write_json, write_jsonl
 from qlass.settings import Run, read_settings, run_stage, runtime
 from qlass.trees import children_of, read_trees
 
@@ -59,11 +59,11 @@ def label(tree: list[dict], raw: list[float]) -> list[dict]:
 
 
 def write_labels(config: Config, values: Values = q_values) -> None:
-    """Label all trees anew, which takes no time. values: of a tree's nodes, by gamma."""
+    """Label all trees, anew where they have changed. values: of a tree's nodes, by gamma."""
     path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
     out = config.out or config.run / "q_labels.jsonl"
     labelled = [label(tree, values(tree, config.gamma)) for tree in read_trees(path)]
-    anew = dataclasses.replace(config, overwrite=True)
+    anew = dataclasses.replace(config, overwrite=config.overwrite or bool(changed_inputs(out)))
     meta = begin(out, anew, config.recipe(), {"trees": path})
     tasks = [tree[0]["task_id"] for tree in labelled]
     write_json(meta_path(out), meta | {"tasks": tasks, "trees": len(labelled)})

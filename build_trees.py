@@ -35,12 +35,11 @@ from typing import Any, ClassVar, Literal
 
 import envs
 from qlass import UserError, demonstrations
-from qlass.agent import load_agent
 from qlass.batching import Sample, ask, drive
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
 from qlass.messages import State, parse_action, replay
-from qlass.outputs import Inputs, Output, find_or_make
+from qlass.outputs import Inputs, Output, find_or_make, warn
 from qlass.settings import Sampling, read_settings, run_stage, runtime
 from qlass.trees import tree_metrics
 
@@ -250,6 +249,18 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     return records
 
 
+def tell_other_rewards(records: list[dict], demonstration_of: dict[str, Demonstration]) -> None:
+    """Warn of demonstrations that do not earn here what their file says: other data, or rules."""
+    earned = {node["task_id"]: node["reward"] for node in records if node["expert"]}
+    others = []
+    for task_id in earned.keys() & demonstration_of.keys():
+        reward = demonstration_of[task_id].reward
+        if reward is not None and abs(reward - earned[task_id]) > 0.01:
+            others.append(task_id)
+    if others:
+        warn(f"{len(others)} of {len(earned)} demonstrations earn another reward than they say")
+
+
 async def grow(explorer: Explorer, demonstration_of: dict[str, Demonstration] | None) -> list[dict]:
     """The lines of a task's tree."""
     root = await explorer.explore(demonstration_of)
@@ -292,6 +303,7 @@ def build(
         growing = (grow(explorer, given) for explorer in explorers)
         groups = drive(growing, {Sample: agent.sample}, config.in_flight or env.side_by_side)
         trees.write(groups, "trees", len(todo))
+    tell_other_rewards(trees.records, demonstration_of)
     counts = tree_metrics(trees.records)
     trees.finish(tasks, tasks=list(trees.groups), **counts)
     print(f"{path}: {counts}")
@@ -299,6 +311,8 @@ def build(
 
 def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
+    from qlass.agent import load_agent  # torch is loaded after the flags are read
+
     env = envs.from_config(config)
     sft = find_or_make(config.sft, "sft", "sft", config)
     expert, demonstration_of = demonstrations.by_task(config.expert, sft, env)

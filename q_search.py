@@ -36,13 +36,11 @@ from tyro.conf import arg
 
 import envs
 from qlass import UserError, outputs, results
-from qlass.agent import load_agent
 from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Episode, Step
 from qlass.settings import Sampling, read_settings, run_stage, runtime
-from train_qnet import QNet, scorer
 
 # What scores the candidates of each method.
 METHODS = {
@@ -241,6 +239,8 @@ def load(
     config: Config, env: envs.TextEnv, plan: Sequence[Any]
 ) -> tuple[Chat, Models, outputs.Inputs]:
     """The agent's Chat, what answers the requests of these methods, and the checkpoints that do."""
+    from qlass.agent import load_agent  # torch is loaded after the flags are read
+
     sft = outputs.find_or_make(config.sft, "sft", "sft", config)
     agent = load_agent(sft, config, env)
     models: Models = {Sample: agent.sample, LogProb: agent.likelihoods}
@@ -258,6 +258,8 @@ def load_scorer(config: Config) -> tuple[Any, Path]:
 
         served = ServedQNet(config.qnet, config)
         return served, served.folder
+    from train_qnet import QNet, scorer
+
     named = Path(config.qnet) if config.qnet else None
     qnet = outputs.find_or_make(named, "train_qnet", "qnet", config)
     return scorer(QNet.from_pretrained(qnet, config), config.plain, config.cache_gb), qnet

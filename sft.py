@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> None:
     log.load_best()
     figures = log.finish(
         lambda: models.save(model, chat, out, config, adapter),
-        tasks=sorted({str(tau.task_id) for tau in expert}),
+        tasks=sorted({tau.task_id for tau in expert if tau.task_id}),
         ends=end_share(model, learned[:32], chat.stop_id),
         fingerprint=Policy(model, chat).likelihoods([QUESTION])[0],
     )

@@ -37,7 +37,7 @@ from qlass.chat import Chat
 from qlass.messages import State
 from qlass.pairs import Pair, Pairs, Part, families, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
-from qlass.records import Label
+from qlass.records import Label, one_line
 from qlass.settings import Learning, Prompt, read_settings, run_stage, runtime
 from qlass.trees import read_trees
 
@@ -234,7 +234,8 @@ def read_pairs(labels: Path, chat: Chat, limit: int | None) -> tuple[list[str], 
     """Of the first `limit` labelled trees: their tasks, and the pairs that the model can read."""
     tasks, trees, left_out = [], [], 0
     for tree in islice(read_trees(labels, Label), limit):
-        pairs = pairs_of(tree)
+        with one_line(labels):
+            pairs = pairs_of(tree)
         tasks.append(tree[0]["task_id"])
         trees.append([pair for pair in pairs if chat.fits(pair.state, pair.action)])
         left_out += len(pairs) - len(trees[-1])

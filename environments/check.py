@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from numbers import Real
 from typing import Any
 
+from gymnasium.error import Error
 from gymnasium.utils.env_checker import check_env
 
 from qlass import UserError
@@ -21,7 +22,7 @@ def check(env: Any) -> None:
     """UserError that names the first rule which does not hold. Afterwards the environment is spent."""
     try:
         play_rules(env)
-    except AssertionError as error:
+    except (AssertionError, Error) as error:
         raise UserError(f"{env.name}: a rule of docs/environment.md does not hold: {error}") from error
 
 
@@ -31,11 +32,13 @@ def play_rules(env: Any) -> None:
         tasks = env.split_ids(split)
         assert tasks == env.split_ids(split), f"split_ids({split!r}): the same tasks in the same order at each call"
         assert len(set(tasks)) == len(tasks) > 0, f"split_ids({split!r}): tasks, each once"
+        assert all(isinstance(task, str) for task in tasks), "ids are texts"
     task = env.task_ids("train")[0]
     answer = env.reset(options={"task_id": task})
     assert isinstance(answer, tuple) and len(answer) == 2, "reset returns an observation and info"
     check_page(env, *answer)
     assert answer[1].get("task_id") == task and isinstance(answer[1].get("task"), str), "info has task_id and task"
+    assert env.reset(options={"task_id": task})[0] == answer[0], "every play of a task begins alike"
     played = []
     for action in actions_of(env, task):
         before = env.snapshot()
@@ -46,7 +49,9 @@ def play_rules(env: Any) -> None:
             break
     for before, action, answer in reversed(played):
         env.restore(before)
-        assert env.step(action)[:4] == answer, "restore goes back to a snapshot, which stays as it is"
+        if env.side_by_side > 1:
+            env.fork().reset(options={"task_id": env.task_ids("train")[-1]})
+        assert env.step(action)[:4] == answer, "restore goes back to a snapshot, whatever a fork does"
     check_env(env.fork(), skip_render_check=True)
     env.max_steps = 1
     env.reset(options={"task_id": task})
@@ -56,8 +61,9 @@ def play_rules(env: Any) -> None:
 def actions_of(env: Any, task_id: str) -> Iterator[str]:
     """The expert's first actions or, without one, any that is valid. The caller steps the environment between two."""
     try:
-        for _, action in itertools.islice(env.expert(task_id), STEPS):
-            yield action
+        for move in itertools.islice(env.expert(task_id), STEPS):
+            assert isinstance(move, tuple) and len(move) == 2, "the expert yields (thought, action)"
+            yield move[1]
     except NotImplementedError:
         for _ in range(STEPS):
             yield env.valid_actions()[0]
@@ -75,4 +81,6 @@ def check_step(env: Any, answer: Any) -> None:
 def check_page(env: Any, observation: Any, info: Any) -> None:
     assert isinstance(observation, str), "an observation is a text"
     assert isinstance(info, dict), "info is a dictionary"
-    assert info.get("valid_actions") == env.valid_actions(), "info has valid_actions"
+    actions = env.valid_actions()
+    assert info.get("valid_actions") == actions, "info has valid_actions"
+    assert len(set(actions)) == len(actions), "valid_actions has each once"

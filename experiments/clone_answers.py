@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     log.load_best()
     log.finish(
         lambda: models.save(model, chat, out, config, adapter),
-        tasks=sorted({str(tau.task_id) for tau in expert}),
+        tasks=sorted({tau.task_id for tau in expert if tau.task_id}),
         fingerprint=Policy(model, chat).likelihoods([QUESTION])[0],
     )
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
-
 from qlass import UserError
 from qlass.messages import State
 from qlass.outputs import read_json
@@ -139,6 +137,8 @@ class Chat:
     def _encode(self, past: str, before: str, content: str, after: str) -> list[int]:
         """Tokens of before + content + after behind `past`, as SentencePiece adds a space at a
         text's beginning alone. Control tokens in the content are read as their characters."""
+        from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
+
         text = before + mark_control_tokens(content, self.controls) + after
         past_ids = encode_marked_chat(self.tokenizer, past)
         ids = encode_marked_chat(self.tokenizer, past + text)

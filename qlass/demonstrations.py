@@ -74,7 +74,9 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     convert = functools.partial(in_our_layout, env)
     lines: Any = itertools.islice(records.read(path, records.Demonstration, convert), most)
     expert: list[Demonstration] = []
+    unread: set[str] = set()
     for line in lines:
+        unread |= line.keys() - records.Demonstration.__annotations__
         state = State.load(line["messages"], line.get("task", ""))
         fields = {name: line[name] for name in ("reward", "source") if name in line}
         expert.append(Demonstration(line.get("task_id"), state, **fields))
@@ -82,6 +84,10 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
             raise UserError(f"{path}: demonstration {len(expert)} has no action")
     if not expert:
         raise UserError(f"{path}: holds no demonstration")
+    if unread:
+        warn(f"{path}: {', '.join(sorted(unread))} is not read (an outcome is a `reward`)")
+    if unnamed := [tau for tau in expert if tau.task_id is None]:
+        warn(f"{path}: {len(unnamed)} have no task_id, so they may be of test tasks")
     if not any("Action:" in text for tau in expert for text in tau.actions):
         warn(f'{path}: no message has "Action:", so each is an action as a whole')
     return expert
@@ -90,8 +96,8 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
 def in_our_layout(env: Any, line: dict) -> dict:
     """A line of ours, or of ETO's, in our layout and the environment's words."""
     if "conversations" in line:
-        turns = [(ROLES[turn["from"]], turn["value"]) for turn in line["conversations"]]
-        messages = [{"role": role, "content": text} for role, text in turns]
+        turns = [(turn["from"], turn["value"]) for turn in line["conversations"]]
+        messages = [{"role": ROLES.get(name, name), "content": text} for name, text in turns]
         line = {"task_id": env.published_id(line), "messages": messages}
     elif "messages" not in line:
         raise ValueError("neither messages, as ours, nor conversations, as ETO's")

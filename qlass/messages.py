@@ -31,6 +31,8 @@ class State:
         """The state that an action leads to, the outcome, and whether the episode is over."""
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))
         done = bool(terminated or truncated)
+        if not 0 <= reward <= 1:
+            raise UserError(f"{env.name}: {action!r} earns {reward}, which is not from 0 to 1")
         return self.then(action, env.message(observation)), float(reward), done
 
     @property

@@ -20,7 +20,7 @@ from torch import nn
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.outputs import atomic, warn
+from qlass.outputs import atomic, read_json, warn
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 POSITIONS = ("default", "linear", "llama3", "yarn")  # kinds of RoPE that a cache may extend
@@ -41,12 +41,16 @@ def device_and_precision(config: Any) -> tuple[torch.device, str]:
     name = config.device
     if name is None:
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    usable = ["cpu"]
+    if torch.cuda.is_available():
+        usable += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if name not in usable:
+        raise UserError(f"--device {name}: choose one of {', '.join(usable)}")
     place = torch.device(name)
-    usable = {"cpu": True, "cuda": torch.cuda.is_available()}
-    if not usable.get(place.type):
-        raise UserError(f"--device {name}: cpu and, where there is one, cuda are supported")
-    default = "bf16" if place.type == "cuda" and has_bf16(place) else "float32"
-    return place, config.precision or default
+    precision = config.precision
+    if precision is None:
+        precision = "bf16" if place.type == "cuda" and has_bf16(place) else "float32"
+    return place, precision
 
 
 @functools.cache
@@ -117,6 +121,9 @@ def load_chat(path: str | Path, config: Any) -> Chat:
             import sentencepiece
 
             ids = sentencepiece.SentencePieceProcessor(model_file=str(pieces)).encode(PROBE)
+            settings_file = pieces.with_name("tokenizer_config.json")
+            if not settings_file.exists() or "legacy" not in read_json(settings_file):
+                raise ValueError("its tokenizer_config.json does not say `legacy`")
             if tokenizer.encode(PROBE, add_special_tokens=False) != ids:
                 raise ValueError("its tokenizer gives other tokens than its tokenizer.model")
         ends = hf.GenerationConfig.from_model_config(settings).eos_token_id

@@ -37,7 +37,8 @@ from qlass import UserError
 from qlass.records import one_line
 
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata tell
-LOADED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")  # what is read of a checkpoint
+# What is read of a checkpoint.
+LOADED = ("[!.]*.json", "[!.]*.safetensors", "[!.]*.model", "[!.]*.jinja", "[!.]*.txt")
 LAYOUT = 2  # of a run's folder
 Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
 
@@ -60,8 +61,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    with one_line(path):
-        return [json.loads(line) for line in path.read_bytes().splitlines()]
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        with one_line(f"{path}:{number}"):
+            records.append(json.loads(line))
+    return records
 
 
 def dumps(record: Any) -> str:
@@ -180,19 +184,24 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path
     elif named and not named.exists():
         raise UserError(f"{named}: no such file")
     if not path.exists():
-        if not config.run.exists() and config.run != default_run(config.env):
-            runs = [str(file.parent) for file in config.run.parent.glob("*/run.json")]
-            near = difflib.get_close_matches(str(config.run), runs, n=1)
-            hint = f"{near[0]}?" if near else f"python sft.py --run {config.run} begins it"
+        flags = shared_flags(config)
+        new = not (config.run / "run.json").exists()
+        if new and config.run != default_run(config.env):
+            near_by = [*Path("runs").glob("*/run.json"), *config.run.parent.glob("*/run.json")]
+            runs = {file.parent.name: file.parent for file in near_by}
+            near = difflib.get_close_matches(config.run.name, runs, n=1, cutoff=0.7)
+            hint = f"{runs[near[0]]}?" if near else f"python sft.py {' '.join(flags)} begins it"
             raise UserError(f"{config.run}: no such run: {hint}")
         if share()[1] > 1 or (stage != "sft" and getattr(config, "sft", None)):
             way_out = f"make it first, by one process and {stage}.py, from the --sft that is meant"
             raise UserError(f"{path} is missing: {way_out}")
-        flags = shared_flags(config)
         print(f"{path} is missing: making it with python {stage}.py {' '.join(flags)}", flush=True)
         importlib.import_module(stage).main(flags)
+    env = meta_of(path)["recipe"].get("env", config.env)
+    if env != config.env:
+        raise UserError(f"{path} is of {env}, not of {config.env}: name another")
     for source in changed_inputs(path):
-        warn(f"{path} was made from another {source} than there is now")
+        warn(f"{path} was made from another {source} than there is now: make it again")
     return path
 
 
@@ -221,12 +230,7 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     """
     if output in inputs.values():
         raise UserError(f"{output}: is an input too: name another --out")
-    hashes = {}
-    for name, path in inputs.items():
-        hashes[name] = sha256(path) if path else None
-        env = meta_of(path)["recipe"].get("env", config.env) if path else config.env
-        if env != config.env:
-            raise UserError(f"{path} is of {env}, not of {config.env}: name another --{name}")
+    hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
     stage = {"stage": config.stage} if config.stage else {}
     recipe = json.loads(json.dumps(settings | hashes | stage, default=str))
     old = meta_of(output)
@@ -242,11 +246,13 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     if not config.overwrite:
         way_out += ", --overwrite starts again"
         compared = set(recipe)
+    differs = []
     for name in sorted(compared & old["recipe"].keys()):
         before, now = old["recipe"][name], recipe.get(name)
         if before != now:
-            differs = f"{name} {before}, not {now}" if name not in inputs else f"another {name}"
-            raise UserError(f"{output} was begun with {differs}: {way_out}")
+            differs.append(f"another {name}" if name in inputs else f"{name} {before}, not {now}")
+    if differs:
+        raise UserError(f"{output} was begun with {'; '.join(differs)}: {way_out}")
     if config.overwrite:
         old = {"recipe": {}, "inputs": {}}
         for path in (output, parts_folder(output), states, meta_path(output)):

@@ -38,7 +38,6 @@ TINY: dict[str, Stages] = {
             "max_tokens": 1024,
             "micro_tokens": 2048,
         },
-        "q_search": {"limit": 400},
     },
     "webshop": {
         "sft": {"n_expert": 100, "epochs": 34},
@@ -50,7 +49,6 @@ TINY: dict[str, Stages] = {
         # Trained to the end, where the learning rate is 0, and with a loss on the order of siblings
         # (runs/reference_output/README.md).
         "train_qnet": {"epochs": 3, "patience": 3, "rank_weight": 4.0},
-        "q_search": {"limit": 0},
     },
     "alfworld": {
         # Without the thoughts that repeat what earlier pages said, an aid (docs/differences.md).
@@ -113,6 +111,8 @@ def settings(config: Any) -> dict[str, Any]:
     for name in ("run", config.stage):
         for part in parts:
             values.update(part.get(name, {}))
+    if getattr(config, "expert", None):
+        values.pop("n_expert", None)  # a file is read to its end
     return {name: value for name, value in values.items() if name in fields}
 
 

@@ -51,6 +51,7 @@ class Demonstration(Line):
 
     messages: Messages
     task_id: NotRequired[str]
+    env: NotRequired[str]
     task: NotRequired[str]  # the instruction's sentence
     reward: NotRequired[Reward]
     source: NotRequired[str]  # "policy": self-training has added a trajectory of the agent's

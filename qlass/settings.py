@@ -172,7 +172,8 @@ def run_stage(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command resumes")
+        print("stopped; the same command resumes", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

@@ -20,7 +20,7 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-$(command -v python || command -v python3)}
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    fail "$("$PYTHON" --version 2>&1) is too old: name Python 3.10 or newer by PYTHON="
+    fail "${PYTHON:-python}: is not Python 3.10 or newer: PYTHON= names one"
 SEED=${SEED:-0}
 RUN=${RUN:-runs/$RUN_PREFIX$ENV}
 common=(--env "$ENV" --seed "$SEED")

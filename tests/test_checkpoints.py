@@ -193,10 +193,13 @@ def test_a_tokenizer_that_gives_other_tokens_than_its_sentencepiece_model_is_ref
     )
     (tmp_path / "chat_template.jinja").write_text(LLAMA_2)
     settings = tmp_path / "tokenizer_config.json"
-    settings.write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}))
+    names = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    settings.write_text(json.dumps(names | {"legacy": False}))
     models.load(tmp_path, Sampling())
-    settings.unlink()
+    settings.write_text(json.dumps(names | {"legacy": False, "add_prefix_space": False}))
     refused(tmp_path, "its tokenizer gives other tokens than its tokenizer.model")
+    settings.write_text(json.dumps(names))
+    refused(tmp_path, "its tokenizer_config.json does not say `legacy`")
 
 
 def test_code_that_comes_with_a_checkpoint_is_not_run(copy, tmp_path):
