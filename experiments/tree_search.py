@@ -260,8 +260,11 @@ class TreeSearch(Variant):
         end = await getattr(search, self.name)(**dict(self.own))
         costs = costs_of(chat, [search.expanded], lambda step: step.candidates)
         outcome = describe(end.path, [search.expanded], costs)
-        steps = {"env_steps": search.env_steps, "env_steps_replayed": search.env_steps + search.replayed}
-        return outcome | steps | {"restores": search.restores, "resets": self.N}
+        outcome["env_steps"] = search.env_steps
+        outcome["env_steps_replayed"] = search.env_steps + search.replayed
+        outcome["restores"] = search.restores
+        outcome["resets"] = self.N
+        return outcome
 
 
 def plan_of(config: Config, gamma: float) -> list[TreeSearch]:

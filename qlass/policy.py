@@ -165,13 +165,19 @@ class Policy:
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         """log pi(a | s) of each request's actions as free text, in nats."""
-        return [[self.likelihood(r.state, action) for action in r.actions] for r in requests]
+        answers = []
+        for request in requests:
+            state = request.state
+            answers.append([self.likelihood(state, action) for action in request.actions])
+        return answers
 
     def likelihood(self, state: State, action: str) -> float:
+        """Of one action."""
         prompt = self.chat.prompt(state)
         ids = self.chat.action(action, state.task, len(prompt))
         logp = self.logits(prompt, ids).log_softmax(-1)
-        return float(logp[range(len(ids)), ids].double().sum())
+        of_tokens = logp[range(len(ids)), ids]
+        return float(of_tokens.double().sum())
 
     @torch.inference_mode()
     def logits(self, prompt: list[int], ids: list[int]) -> Tensor:
