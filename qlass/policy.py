@@ -60,8 +60,6 @@ class Keyed(LogitsProcessor):
 class Policy:
     """pi(a | s): free text, token by token, or a choice among the valid actions of a request."""
 
-    computed = 0  # tokens put through the model so far, padding aside
-
     def __init__(self, model: Any, chat: Chat, seed: int = 0) -> None:
         self.model, self.chat, self.seed = model, chat, seed
 
@@ -99,7 +97,6 @@ class Policy:
         prompt = self.chat.prompt(request.state)
         read = torch.tensor([prompt], device=self.model.device)
         ids = self.model.generate(read, **options)[0, len(prompt) :].tolist()
-        self.computed += len(prompt) + len(ids)
         return Candidate(self.chat.text(ids), len(ids), keyed.logprob, tuple(ids))
 
     def draw(self, logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,17 +169,19 @@ class Policy:
         return answers
 
     def likelihood(self, state: State, action: str) -> float:
-        """Of one action."""
+        """log pi(a | s) of one action.
+
+        It is the sum of its tokens'. The end of the turn is one of these.
+        """
         prompt = self.chat.prompt(state)
         ids = self.chat.action(action, state.task, len(prompt))
         logp = self.logits(prompt, ids).log_softmax(-1)
-        of_tokens = logp[range(len(ids)), ids]
+        of_tokens = logp[range(len(ids)), ids]  # (len(ids),)
         return float(of_tokens.double().sum())
 
     @torch.inference_mode()
     def logits(self, prompt: list[int], ids: list[int]) -> Tensor:
         """Of each token after the prompt, as predicted before it: (len(ids), V)."""
         tokens = torch.tensor([prompt + ids], device=self.model.device)
-        self.computed += tokens.numel()
         logits = self.model(input_ids=tokens, use_cache=False).logits[0]
         return logits[len(prompt) - 1 : -1].float()  # the last one predicts what follows the text

@@ -115,8 +115,6 @@ class ServedPolicy:
     the same texts again: in bf16 only with the same --in-flight.
     """
 
-    computed = 0
-
     def __init__(self, folder: Path, config: Any) -> None:
         self.chat, self.seed = load_chat(folder, config), config.seed
         if self.chat.rendering.candidates == "valid":
@@ -141,7 +139,6 @@ class ServedPolicy:
         }
         prompt = self.chat.prompt(request.state)
         choice, usage = self.server.complete(prompt, **options)
-        self.computed += usage.total_tokens
         action = self.chat.action_in(choice.text)
         return Candidate(action, usage.completion_tokens, math.nan)
 

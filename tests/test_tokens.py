@@ -268,15 +268,15 @@ def test_a_tree_costs_its_unique_tokens():
     policy, net = FastPolicy(MODEL, CHAT), FastQNet(QNet(MODEL.model, CHAT))
     policy.likelihoods([LogProb(s, ACTIONS[:2]) for s in FAMILY])
     net.score([Score(s, ACTIONS[:2]) for s in FAMILY])
-    assert net.cache.computed == policy.computed == len(tree)
+    assert net.cache.computed == policy.cache.computed == len(tree)
 
 
 def test_a_trie_is_read_down_to_its_last_branching():
     policy = FastPolicy(MODEL, CHAT)
     policy.sample([Sample(FIRST, 3, ("t",), 1.0, ("Action: left",))])
-    assert policy.computed == 0  # there is nothing to choose
+    assert policy.cache.computed == 0  # there is nothing to choose
     policy.sample([Sample(FIRST, 3, ("t",), 1.0, ("Action: left left left", "Action: right walk"))])
-    assert policy.computed == len(CHAT.prompt(FIRST)) + 1  # "Action:", behind which they part
+    assert policy.cache.computed == len(CHAT.prompt(FIRST)) + 1  # "Action:", behind which they part
 
 
 # ----------------------------------------------------------------------- models of several kinds, and what is refused

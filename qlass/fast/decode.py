@@ -98,10 +98,6 @@ class FastPolicy(Policy):
         self.memory: dict[Choice, np.ndarray] = {}
         self.written: dict[Pair, float] = {}
 
-    @property
-    def computed(self) -> int:
-        return self.cache.computed
-
     def forward(self, inputs: dict, columns: Tensor) -> Tensor:
         """The model's logits at these columns, (B, len(columns), V)."""
         return self.model(**inputs, logits_to_keep=columns).logits.float()
