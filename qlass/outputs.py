@@ -237,21 +237,19 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     states = output.with_name(output.name + ".partial")  # of a checkpoint
     done = [output.exists(), states.exists(), *parts_folder(output).glob("*.jsonl")]
     if not any(done):
+        if changes := differences(old["recipe"], recipe, set(recipe), inputs):
+            warn(f"{output} is made anew; it was begun before with {'; '.join(changes)}")
         old = {"recipe": {}, "inputs": {}}
     elif not old["recipe"]:
         problem = "is there without its .meta.json, so not of this command: move it"
         raise UserError(f"{output}: {problem}")
     way_out = "another --out or --run keeps both"
-    compared = {"stage"}  # what another command made is not overwritten
-    if not config.overwrite:
-        way_out += ", --overwrite starts again"
+    if config.overwrite:
+        compared = {"stage"}  # what another command made is not overwritten
+    else:
         compared = set(recipe)
-    differs = []
-    for name in sorted(compared & old["recipe"].keys()):
-        before, now = old["recipe"][name], recipe.get(name)
-        if before != now:
-            differs.append(f"another {name}" if name in inputs else f"{name} {before}, not {now}")
-    if differs:
+        way_out += ", --overwrite starts again"
+    if differs := differences(old["recipe"], recipe, compared, inputs):
         raise UserError(f"{output} was begun with {'; '.join(differs)}: {way_out}")
     if config.overwrite:
         old = {"recipe": {}, "inputs": {}}
@@ -268,6 +266,18 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
         write_json(run, shared | {"layout": LAYOUT})
     write_json(meta_path(output), meta)
     return meta
+
+
+def differences(
+    old: dict[str, Any], new: dict[str, Any], names: set[str], inputs: Inputs
+) -> list[str]:
+    """In words, where two recipes differ; an input is told by its name, as its hash says nothing."""
+    words = []
+    for name in sorted(names & old.keys()):
+        before, now = old[name], new.get(name)
+        if before != now:
+            words.append(f"another {name}" if name in inputs else f"{name} {before}, not {now}")
+    return words
 
 
 def keep_copy(output: Path, meta: dict[str, Any], name: str) -> None:

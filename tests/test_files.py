@@ -137,6 +137,17 @@ def test_another_recipe_is_refused_and_runtime_flags_may_differ(tmp_path):
         begin(path, sft=sft, qnet=qnet)
 
 
+def test_what_was_deleted_is_made_anew_and_other_settings_are_told(tmp_path, capsys):
+    path = tmp_path / "x.jsonl"
+    grow(path, "--depth", "4")
+    path.unlink()
+    grow(path, "--depth", "4")
+    assert "anew" not in capsys.readouterr().err
+    path.unlink()
+    grow(path)
+    assert "x.jsonl is made anew; it was begun before with depth 4, not 3" in capsys.readouterr().err
+
+
 def test_an_input_of_another_environment_is_refused(tmp_path):
     grow(tmp_path / "a" / "trees.jsonl", "--env", "frozenlake")
     with pytest.raises(UserError, match=r"trees\.jsonl is of frozenlake, not of webshop: name another"):
