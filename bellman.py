@@ -59,12 +59,13 @@ def label(tree: list[dict], raw: list[float]) -> list[dict]:
 
 
 def write_labels(config: Config, values: Values = q_values) -> None:
-    """Label all trees, anew where they have changed. values: of a tree's nodes, by gamma."""
+    """Label all trees; they may have changed since. values: of a tree's nodes, by gamma."""
     path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
     out = config.out or config.run / "q_labels.jsonl"
     labelled = [label(tree, values(tree, config.gamma)) for tree in read_trees(path)]
     anew = dataclasses.replace(config, overwrite=config.overwrite or bool(changed_inputs(out)))
-    meta = begin(out, anew, config.recipe(), {"trees": path})
+    # Targets of experiments.targets are labels of the same name.
+    meta = begin(out, anew, {"target": "q"} | config.recipe(), {"trees": path})
     tasks = [tree[0]["task_id"] for tree in labelled]
     write_json(meta_path(out), meta | {"tasks": tasks, "trees": len(labelled)})
     write_jsonl(out, chain(*labelled))

@@ -252,13 +252,15 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
 def tell_other_rewards(records: list[dict], demonstration_of: dict[str, Demonstration]) -> None:
     """Warn of demonstrations that do not earn here what their file says: other data, or rules."""
     earned = {node["task_id"]: node["reward"] for node in records if node["expert"]}
-    others = []
+    differences = []
     for task_id in earned.keys() & demonstration_of.keys():
         reward = demonstration_of[task_id].reward
-        if reward is not None and abs(reward - earned[task_id]) > 0.01:
-            others.append(task_id)
+        if reward is not None:
+            differences.append(abs(reward - earned[task_id]))
+    others = [difference for difference in differences if difference > 0.01]
     if others:
-        warn(f"{len(others)} of {len(earned)} demonstrations earn another reward than they say")
+        problem = "demonstrations earn another reward than their file says"
+        warn(f"{len(others)} of {len(differences)} {problem}")
 
 
 async def grow(explorer: Explorer, demonstration_of: dict[str, Demonstration] | None) -> list[dict]:
@@ -298,9 +300,9 @@ def build(
         steps = config.steps or env.tree_steps
         limits = depth, config.width, config.rollouts or math.inf, steps, config.prune
         rendering = agent.chat.rendering
-        given = None if config.no_expert else demonstration_of
+        tau_0 = None if config.no_expert else demonstration_of
         explorers = (Explorer(env.fork(), task, rendering, *limits) for task in todo)
-        growing = (grow(explorer, given) for explorer in explorers)
+        growing = (grow(explorer, tau_0) for explorer in explorers)
         groups = drive(growing, {Sample: agent.sample}, config.in_flight or env.side_by_side)
         trees.write(groups, "trees", len(todo))
     tell_other_rewards(trees.records, demonstration_of)

@@ -50,8 +50,10 @@ def play_rules(env: Any) -> None:
     for before, action, answer in reversed(played):
         env.restore(before)
         if env.side_by_side > 1:
-            env.fork().reset(options={"task_id": env.task_ids("train")[-1]})
-        assert env.step(action)[:4] == answer, "restore goes back to a snapshot, whatever a fork does"
+            other = env.fork()
+            other.reset(options={"task_id": env.task_ids("train")[-1]})
+            other.close()
+        assert env.step(action)[:4] == answer, "restore goes back to a snapshot, which neither steps nor forks change"
     check_env(env.fork(), skip_render_check=True)
     env.max_steps = 1
     env.reset(options={"task_id": task})
@@ -62,7 +64,7 @@ def actions_of(env: Any, task_id: str) -> Iterator[str]:
     """The expert's first actions or, without one, any that is valid. The caller steps the environment between two."""
     try:
         for move in itertools.islice(env.expert(task_id), STEPS):
-            assert isinstance(move, tuple) and len(move) == 2, "the expert yields (thought, action)"
+            assert len(move) == 2, "the expert yields (thought, action)"
             yield move[1]
     except NotImplementedError:
         for _ in range(STEPS):

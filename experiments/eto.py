@@ -36,12 +36,13 @@ from qlass.demonstrations import Demonstration, by_task
 from qlass.messages import State, replay
 from qlass.outputs import Inputs, find_or_make
 from qlass.pairs import GAP, families, pairs_of
-from qlass.presets import TINY
+from qlass.presets import LORA, TINY
 from qlass.records import Label
 from qlass.settings import read_settings, run_stage, runtime
 from qlass.trees import read_trees
 
-# The tiny model's learning rates, chosen on validation tasks.
+# Learning rates; the tiny model's were chosen on validation tasks.
+LORA["eto"] = {"lr": 1e-5}
 TINY["any"]["eto"] = {"lr": 1e-4}
 TINY["webshop"]["eto"] = {"lr": 2e-5}
 TINY["alfworld"]["eto"] = {"lr": 3e-5}

@@ -35,7 +35,7 @@ from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.messages import State
 from qlass.outputs import Inputs, find_or_make, meta_of, shared_flags
 from qlass.pairs import states_of
-from qlass.presets import TINY
+from qlass.presets import LORA, TINY
 from qlass.records import Label
 from qlass.settings import read_settings, run_stage, runtime
 from qlass.trees import read_trees
@@ -45,7 +45,8 @@ VALUE_CLIP = 0.2  # how far an update may move V
 PASSES = 10  # a token: Tree-GRPO's 6; the critic before the update, and its update
 
 
-# The tiny model's learning rates, chosen on validation tasks.
+# Learning rates; the tiny model's were chosen on validation tasks.
+LORA["ppo"] = {"lr": 1e-5}
 TINY["any"]["ppo"] = {"lr": 3e-4, "critic_lr": 1e-3}
 TINY["alfworld"]["ppo"] = {"lr": 1e-4}
 

@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     kept_of = f"{len(new)} of {len(lines)} trajectories kept (mean reward {mean:.3f})"
     print(f"{merged}: {kept_of} beside {len(expert)} demonstrations")
     run = " ".join(outputs.shared_flags(config))
-    files = f"--expert {merged} --n-expert {len(expert) + len(new)} --out {config.run / f'sft-{config.name}'}"
+    files = f"--expert {merged} --out {config.run / f'sft-{config.name}'}"
     print(f"clone them, with the other flags that {sft} had: python sft.py {run} {files}")
 
 

@@ -34,7 +34,7 @@ from qlass.batching import ask
 from qlass.chat import Rendering
 from qlass.messages import State, uniforms
 from qlass.outputs import find_or_make
-from qlass.presets import TINY
+from qlass.presets import LORA, TINY
 from qlass.settings import read_settings, run_stage
 
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
@@ -42,7 +42,8 @@ CLIP, DUAL_CLIP = 0.2, 3.0
 PASSES = 6  # a token: the rollout, the old agent, the reference, and an update
 
 
-# The tiny model's learning rates, chosen on validation tasks: they decide everything.
+# Learning rates, which decide everything; the tiny model's were chosen on validation tasks.
+LORA["tree_grpo"] = {"lr": 1e-5}
 TINY["any"]["tree_grpo"] = {"lr": 3e-4}
 TINY["alfworld"]["tree_grpo"] = {"lr": 1e-4}
 

@@ -38,10 +38,10 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_config(config)
     agent = ChatModel(config, env)
     config = dataclasses.replace(config, model=agent.version())
-    expert, known = config.expert, {}
+    expert, demonstration_of = config.expert, {}
     if expert:
-        _, known = demonstrations.by_task(expert, expert, env)
-    build_trees.build(config, env, lambda: agent, known, {"expert": expert})
+        _, demonstration_of = demonstrations.by_task(expert, expert, env)
+    build_trees.build(config, env, lambda: agent, demonstration_of, {"expert": expert})
     agent.warn()
 
 

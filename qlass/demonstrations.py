@@ -126,7 +126,9 @@ def by_task(
         return None, {}
     best: dict[str, Demonstration] = {}
     for tau in read(path, env, most):
-        other = best.setdefault(str(tau.task_id), tau)
+        if tau.task_id is None:
+            continue
+        other = best.setdefault(tau.task_id, tau)
         if tau.source != "policy" and (tau.reward or 0) > (other.reward or 0):
-            best[str(tau.task_id)] = tau
+            best[tau.task_id] = tau
     return path, best

@@ -120,10 +120,10 @@ def load_chat(path: str | Path, config: Any) -> Chat:
         if pieces.exists() and not pieces.with_suffix(".json").exists():
             import sentencepiece
 
-            ids = sentencepiece.SentencePieceProcessor(model_file=str(pieces)).encode(PROBE)
-            settings_file = pieces.with_name("tokenizer_config.json")
-            if not settings_file.exists() or "legacy" not in read_json(settings_file):
+            file = pieces.with_name("tokenizer_config.json")
+            if not file.exists() or read_json(file).get("legacy") is None:
                 raise ValueError("its tokenizer_config.json does not say `legacy`")
+            ids = sentencepiece.SentencePieceProcessor(model_file=str(pieces)).encode(PROBE)
             if tokenizer.encode(PROBE, add_special_tokens=False) != ids:
                 raise ValueError("its tokenizer gives other tokens than its tokenizer.model")
         ends = hf.GenerationConfig.from_model_config(settings).eos_token_id

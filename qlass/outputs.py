@@ -23,6 +23,7 @@ import importlib
 import itertools
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -190,19 +191,25 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path
             near_by = [*Path("runs").glob("*/run.json"), *config.run.parent.glob("*/run.json")]
             runs = {file.parent.name: file.parent for file in near_by}
             near = difflib.get_close_matches(config.run.name, runs, n=1, cutoff=0.7)
-            hint = f"{runs[near[0]]}?" if near else f"python sft.py {' '.join(flags)} begins it"
-            raise UserError(f"{config.run}: no such run: {hint}")
+            hint = f"{runs[near[0]]}? Else" if near else ""
+            begins = f"{hint} python sft.py {shlex.join(flags)} begins it"
+            raise UserError(f"{config.run}: no such run: {begins.strip()}")
         if share()[1] > 1 or (stage != "sft" and getattr(config, "sft", None)):
             way_out = f"make it first, by one process and {stage}.py, from the --sft that is meant"
             raise UserError(f"{path} is missing: {way_out}")
         print(f"{path} is missing: making it with python {stage}.py {' '.join(flags)}", flush=True)
         importlib.import_module(stage).main(flags)
-    env = meta_of(path)["recipe"].get("env", config.env)
-    if env != config.env:
-        raise UserError(f"{path} is of {env}, not of {config.env}: name another")
+    refuse_other_env(path, config.env)
     for source in changed_inputs(path):
         warn(f"{path} was made from another {source} than there is now: make it again")
     return path
+
+
+def refuse_other_env(path: Path, env: str) -> None:
+    """UserError for an output of another environment."""
+    other = meta_of(path)["recipe"].get("env", env)
+    if other != env:
+        raise UserError(f"{path} is of {other}, not of {env}: name another")
 
 
 def shared_flags(config: Any) -> list[str]:
@@ -230,29 +237,31 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     """
     if output in inputs.values():
         raise UserError(f"{output}: is an input too: name another --out")
-    hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
+    hashes = {}
+    for name, path in inputs.items():
+        hashes[name] = sha256(path) if path else None
+        if path:
+            refuse_other_env(path, config.env)
     stage = {"stage": config.stage} if config.stage else {}
     recipe = json.loads(json.dumps(settings | hashes | stage, default=str))
     old = meta_of(output)
     states = output.with_name(output.name + ".partial")  # of a checkpoint
     done = [output.exists(), states.exists(), *parts_folder(output).glob("*.jsonl")]
-    if not any(done):
-        if changes := differences(old["recipe"], recipe, set(recipe), inputs):
-            warn(f"{output} is made anew; it was begun before with {'; '.join(changes)}")
-        old = {"recipe": {}, "inputs": {}}
-    elif not old["recipe"]:
+    if any(done) and not old["recipe"]:
         problem = "is there without its .meta.json, so not of this command: move it"
         raise UserError(f"{output}: {problem}")
-    way_out = "another --out or --run keeps both"
-    if config.overwrite:
-        compared = {"stage"}  # what another command made is not overwritten
-    else:
-        compared = set(recipe)
-        way_out += ", --overwrite starts again"
-    if differs := differences(old["recipe"], recipe, compared, inputs):
-        raise UserError(f"{output} was begun with {'; '.join(differs)}: {way_out}")
-    if config.overwrite:
+    differs = differences(old["recipe"], recipe, inputs)
+    of_another = old["recipe"].get("stage", config.stage) != config.stage
+    if any(done) and differs and (of_another or not config.overwrite):
+        way_out = "another --out or --run keeps both"
+        if not of_another:  # what another command made is not overwritten
+            way_out += ", --overwrite starts again"
+        raise UserError(f"{output} was begun with {differs}: {way_out}")
+    if config.overwrite or not any(done):
+        if differs:
+            warn(f"{output} is made anew; it was begun before with {differs}")
         old = {"recipe": {}, "inputs": {}}
+    if config.overwrite:
         for path in (output, parts_folder(output), states, meta_path(output)):
             remove(path)
     folder = output.parent.resolve()
@@ -268,16 +277,14 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     return meta
 
 
-def differences(
-    old: dict[str, Any], new: dict[str, Any], names: set[str], inputs: Inputs
-) -> list[str]:
-    """In words, where two recipes differ; an input is told by its name, as its hash says nothing."""
+def differences(old: dict[str, Any], new: dict[str, Any], inputs: Inputs) -> str:
+    """Where two recipes differ. An input is told by its name alone, as its hash says nothing."""
     words = []
-    for name in sorted(names & old.keys()):
-        before, now = old[name], new.get(name)
-        if before != now:
-            words.append(f"another {name}" if name in inputs else f"{name} {before}, not {now}")
-    return words
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] != new[name]:
+            values = f"{name} {old[name]}, not {new[name]}"
+            words.append(f"another {name}" if name in inputs else values)
+    return "; ".join(words)
 
 
 def keep_copy(output: Path, meta: dict[str, Any], name: str) -> None:

@@ -6,7 +6,7 @@ paper   the paper's: Table 5 and Appendix A.2. Most of them are the defaults of 
         Config; here is what depends on the environment.
 
 A preset that fits is taken unasked: the paper's for a pretrained model, else the tiny model's. An
-experiment adds its own settings to them.
+experiment adds its own settings to them when it is loaded.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from qlass.messages import State, uniforms
 from qlass.models import load_chat
 from qlass.outputs import meta_of, warn
 from qlass.policy import QUESTION
-from qlass.records import one_line
 
 ENDS = ("stop", "length")  # of a reply that was not given up
 TRIES = 80  # after waits of 0.5, 1, 2, 4, 8, 8, ... seconds
@@ -78,7 +77,7 @@ class Server:
     def side_by_side(self, function: Callable, groups: list[list[tuple]]) -> list[list[Any]]:
         """What the function gives for each tuple of arguments, in groups as these are."""
         jobs = itertools.chain(*groups)
-        with one_line(f"{self.url}: no OpenAI-compatible reply"), ThreadPool(self.width) as pool:
+        with ThreadPool(self.width) as pool:
             values = iter(pool.starmap(function, jobs, chunksize=1))
         return [[next(values) for _ in group] for group in groups]
 

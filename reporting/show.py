@@ -75,7 +75,7 @@ def show(config: Any, env: Any, tasks: list[str], plan: Sequence[Method], chat: 
 
 
 def outcomes(
-    config: Any, env: Any, method: Any, tasks: Sequence[str], chat: Any, models: Models
+    config: Any, env: Any, method: Method, tasks: Sequence[str], chat: Chat, models: Models
 ) -> Iterator[dict[str, Any]]:
     """The outcomes of a method in these tasks, in their order, each with its task_id."""
     width = min(config.in_flight or env.side_by_side, TOGETHER)

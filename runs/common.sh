@@ -65,7 +65,7 @@ clone() {  # FLAG...: stage 1, behaviour cloning; on FrozenLake with a second lo
 }
 clone_again() {  # NAME FLAG...: RUN/sft-NAME, the agent cloned from its demonstrations and trajectories of its own
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --name "$1" "${@:2}"
-    clone --expert "$RUN/self_train-$1.jsonl" --n-expert 10000 "${again[@]}" --out "$RUN/sft-$1"
+    clone --expert "$RUN/self_train-$1.jsonl" "${again[@]}" --out "$RUN/sft-$1"
 }
 learn_q() {  # FOLDER SFT FLAG...: stages 2 to 4, exploration trees of an agent, their Bellman backup and a QNet, in FOLDER
     local here=("${common[@]}" --run "$1") agent=(--sft "$2")

@@ -9,7 +9,7 @@ ENV=alfworld
 . "$(dirname "$0")/common.sh"
 numbers "$@"
 [ $# -gt 0 ] || set -- 41 42 43
-splits=(test) tasks=(--limit 0)
+splits=(test)
 with_qnet() {  # NAME LABEL FLAG...
     another_qnet "$1" "${@:3}"
     compare --qnet "$RUN/qnet-$1" --label "cloned, QNet $2" --method qlass untried_qlass -M 4 --out "$RUN/results-$1.jsonl"

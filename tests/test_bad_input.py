@@ -110,6 +110,14 @@ def test_a_table_of_pandas_is_read_as_it_was(tmp_path):
     assert [*read_trees(theirs)] == [*read_trees(ours)]
 
 
+def test_what_is_not_read_of_demonstrations_is_told(tmp_path, capsys):
+    path = tmp_path / "expert.jsonl"
+    path.write_text(chat(LEFT, success=False, score=0))
+    assert read(path, FakeEnv())[0].reward is None
+    told = capsys.readouterr().err
+    assert "score, success is not read" in told and "1 have no task_id, so they may be of test tasks" in told
+
+
 def checkpoint(path: Path, tasks: list[str] | None = None, n_expert: int | None = None, **inputs: str) -> Path:
     """A folder with metadata of the stage that trained it."""
     path.mkdir()

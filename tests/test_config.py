@@ -36,6 +36,7 @@ def test_a_run_has_its_environments_name_and_a_recipe_no_runtime_flags():
 
 
 def test_a_device_without_what_is_needed_is_refused_and_one_without_bf16_takes_float32(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match=r"--device mps: choose one of cpu$"):
         settings_of(build_trees, "--device", "mps").recipe()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -87,6 +88,7 @@ def test_a_pretrained_model_has_the_papers_settings(agent):
     assert (config.preset, config.epochs, config.lr, config.batch) == ("paper", 3, 1e-5, 64)
     assert settings_of(sft, "--model", "m.gguf", "--lora", "16").lr == 2e-4
     assert settings_of(sft, "--model", "m.gguf", "--preset", "tiny").lr == 3e-3
+    assert settings_of(sft).n_expert == 100 and settings_of(sft, "--expert", "mine.jsonl").n_expert is None
     trees = settings_of(build_trees, "--sft", str(agent))  # a checkpoint without the tiny model's aids
     assert (trees.preset, trees.rollouts, trees.tasks, trees.depth) == ("paper", 1000, "cloned", 3)
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 from collections import Counter
 from importlib.util import find_spec
 
@@ -15,6 +16,7 @@ from docs.switches import Switches
 from environments import check
 from environments.__main__ import main
 from qlass import UserError
+from qlass.messages import State
 from qlass.settings import Sampling
 
 FLAG = "docs.switches:Switches"
@@ -127,10 +129,15 @@ def answered(change):
     return {"step": lambda self, action: change(*Switches.step(self, action))}
 
 
+COUNT = itertools.count()
 BROKEN = [  # what a class does against the rules, and what is said of it
     ({"split_ids": lambda self, split: []}, "tasks, each once"),
     ({"info": lambda self: {"task_id": self.task_id, "task": "", "valid_actions": []}}, "info has valid_actions"),
     ({"snapshot": Switches.snapshot}, "restore goes back to a snapshot"),
+    ({"valid_actions": lambda self: ["done", "done"]}, "valid_actions has each once"),
+    ({"expert": lambda self, task: iter([("", "done", 1)])}, "the expert yields (thought, action)"),
+    ({"fork": lambda self: self, "side_by_side": 2}, "which neither steps nor forks change"),
+    ({"task": property(lambda self: str(next(COUNT)))}, "every play of a task begins alike"),
     (answered(lambda *answer: answer[:4]), "step returns an observation, a reward, terminated, truncated and info"),
     (answered(lambda o, r, *rest: (o, None, *rest)), "a reward is a number from 0 to 1"),
     (answered(lambda o, r, *rest: (o, 0.5, *rest)), "the last step earns 0 to 1, others 0"),
@@ -145,6 +152,14 @@ def test_a_class_that_breaks_a_rule_is_refused_in_one_line(change, says):
         check.check(type("Broken", (Board,), {"name": "broken", **change})())
     text = str(refused.value)
     assert text.startswith("broken: a rule of docs/environment.md does not hold: ") and says in text
+
+
+def test_a_reward_that_is_none_is_refused_at_its_step():
+    for reward in (7.0, -0.5, math.nan):
+        rich = type("Rich", (Board,), answered(lambda o, r, *rest, reward=reward: (o, reward, *rest)))()
+        state = State.first(rich, *rich.reset(options={"task_id": "red"}))
+        with pytest.raises(UserError, match=f"board: 'done' earns {reward}, which is not from 0 to 1"):
+            state.act(rich, "done")
 
 
 def test_the_command_says_that_a_class_with_changing_parts_keeps_the_rules(capsys):

@@ -80,7 +80,7 @@ def test_new_trajectories_stand_behind_the_demonstrations_that_the_agent_was_clo
     played = read_jsonl(tmp_path / "self_train-qlass.rollouts.jsonl")
     assert [len(record["trajectories"]) for record in played] == [2] * 6
     assert len(merged) - 2 == meta_of(tmp_path / "self_train-qlass.jsonl")["kept"]
-    flags = f"--expert {tmp_path}/self_train-qlass.jsonl --n-expert {len(merged)} --out {tmp_path}/sft-qlass"
+    flags = f"--expert {tmp_path}/self_train-qlass.jsonl --out {tmp_path}/sft-qlass"
     assert flags in capsys.readouterr().out
 
 

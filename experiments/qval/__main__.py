@@ -35,8 +35,8 @@ from qlass.outputs import Inputs
 from qlass.presets import TINY
 from qlass.settings import read_settings, run_stage, runtime
 
-for env in ("alfworld", "sciworld"):
-    TINY[env]["qval"] = {"split": TINY[env]["q_search"]["split"]}
+for name in ("alfworld", "sciworld"):
+    TINY[name]["qval"] = {"split": TINY[name]["q_search"]["split"]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
