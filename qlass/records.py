@@ -1,4 +1,4 @@
-"""The lines of a run's files, by their types. docs/files.md shows one of each."""
+"""The lines that a stage reads, by their types. docs/files.md shows one of each."""
 
 import contextlib
 import json
@@ -11,11 +11,10 @@ from pydantic import (
     ConfigDict,
     Field,
     FiniteFloat,
-    NonNegativeFloat,
     TypeAdapter,
     with_config,
 )
-from typing_extensions import NotRequired, Required, TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from qlass import UserError
 
@@ -82,39 +81,6 @@ class Label(Node):
 
     q_raw: FiniteFloat
     q: Reward
-
-
-class Move(Line, total=False):
-    """A step of a result's episode."""
-
-    action: str
-    observation: str
-    candidates: list[Any] | None
-
-
-class Result(Line, total=False):
-    """A line of results.jsonl."""
-
-    task_id: Required[str | int]
-    env: Required[str]
-    method: Required[str]
-    reward: Required[Reward]
-    tokens: Required[dict[str, NonNegativeFloat]]
-    block: str | int
-    split: str
-    type: str
-    label: str
-    player: str
-    select: str
-    seed: int
-    M: int
-    N: int
-    success: bool
-    n_steps: int
-    unknown_actions: int
-    env_steps: int
-    resets: int
-    steps: list[Move]
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import pandas as pd
 from qlass import UserError, records
 from qlass.messages import parse_action
 from qlass.outputs import input_of, meta_of, parts_folder, warn
+from reporting.result_lines import Result
 from reporting.stats import Estimate, interval
 
 METHODS = {  # in the order of the table
@@ -135,7 +136,7 @@ def lines_of(path: Path) -> Iterator[tuple[str, Any]]:
     """("FILE:LINE", result). UserError for a file that is not complete, and for what is no result."""
     if not path.exists() and parts_folder(path).exists():
         raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
-    for number, line in enumerate(records.read(path, records.Result), 1):
+    for number, line in enumerate(records.read(path, Result), 1):
         yield f"{path}:{number}", line
 
 
