@@ -170,10 +170,10 @@ async def episode(
         candidates = distinct_actions(env, [sample.text for sample in samples])[: method.M]
         scores = await method.scores(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
-        known = env.knows(parse_action(action))
+        valid = env.knows(parse_action(action))
         after, reward, done = state.act(env, action)  # line 9
         answer = after.observation
-        steps.append(Step(state, samples, candidates, scores, action, answer, reward, known))
+        steps.append(Step(state, samples, candidates, scores, action, answer, reward, valid))
         state = after  # line 10
     return steps
 

@@ -144,8 +144,8 @@ def check(model: Any, chat: Chat, plain: bool) -> None:
         raise ValueError("its tokenizer changes an action")
     if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError("its tokenizer has tokens beyond the model's embeddings")
-    whole = torch.tensor([ids], device=model.device)
-    first, alone = model(input_ids=whole)[0][0, 0], model(input_ids=whole[:, :1])[0][0, 0]
+    tokens = torch.tensor([ids], device=model.device)
+    first, alone = model(input_ids=tokens)[0][0, 0], model(input_ids=tokens[:, :1])[0][0, 0]
     if (first - alone).abs().mean() > 0.1 * alone.abs().mean():
         raise ValueError("it is not causal: its past changes with what follows")
     if not plain:

@@ -252,11 +252,11 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
         raise UserError(f"{output}: {problem}")
     differs = differences(old["recipe"], recipe, inputs)
     of_another = old["recipe"].get("stage", config.stage) != config.stage
-    if any(done) and differs and (of_another or not config.overwrite):
+    if any(done) and (of_another or (differs and not config.overwrite)):
         way_out = "another --out or --run keeps both"
         if not of_another:  # what another command made is not overwritten
             way_out += ", --overwrite starts again"
-        raise UserError(f"{output} was begun with {differs}: {way_out}")
+        raise UserError(f"{output} was begun with {differs or 'another command'}: {way_out}")
     if config.overwrite or not any(done):
         if differs:
             warn(f"{output} is made anew; it was begun before with {differs}")
@@ -278,7 +278,7 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], inputs: Inputs) -> str:
-    """Where two recipes differ. An input is told by its name alone, as its hash says nothing."""
+    """Where two recipes differ, in words: an input by its name alone, any other by both values."""
     words = []
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
@@ -340,9 +340,9 @@ class Output:
                         group = json.loads(line)
                         parts[self.key(group[0])] = group
         lines = read_jsonl(self.path) if self.path.exists() else []
-        whole = {key: list(group) for key, group in itertools.groupby(lines, self.key)}
-        self.groups = whole | parts
-        self.named = set(whole)  # what the output has already
+        finished = {key: list(group) for key, group in itertools.groupby(lines, self.key)}
+        self.groups = finished | parts
+        self.named = set(finished)  # what the output has already
 
     def todo(self, keys: Sequence[Any]) -> list[Any]:
         """What is missing of this process's share."""

@@ -27,7 +27,7 @@ class Step:
     action: str  # the one taken
     observation: str  # what it led to
     reward: float
-    known: bool = True  # to the environment
+    valid: bool = True  # whether the environment acts on it
 
 
 Episode = list[Step]
@@ -48,7 +48,7 @@ def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
         "reward": best[-1].reward,
         "success": best[-1].reward > 1 - 1e-9,
         "n_steps": len(best),
-        "unknown_actions": len([step for step in best if not step.known]),
+        "unknown_actions": len([step for step in best if not step.valid]),
         **costs,
         "env_steps": sum(map(len, episodes)),
         "resets": len(episodes),

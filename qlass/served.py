@@ -62,8 +62,8 @@ class Server:
         body = {"model": self.model, "prompt": prompt, **options}
         reply = self.ask(self.client.completions.create, **body)
         (choice,) = reply.choices
-        whole = reply.usage.prompt_tokens == len(prompt) and choice.finish_reason in ENDS
-        if not whole:
+        tokens_read = reply.usage.prompt_tokens
+        if tokens_read != len(prompt) or choice.finish_reason not in ENDS:
             raise UserError(f"{self.url}: reads {len(prompt)} tokens as {reply.usage}: {choice}")
         return choice, reply.usage
 

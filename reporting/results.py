@@ -246,8 +246,8 @@ def check_tables(groups: Sequence[Group]) -> Iterator[str]:
         env, most = rows[0].condition.env, max(rows, key=lambda group: len(group.blocks))
         protocols = {}
         for path in dict.fromkeys(path for group in rows for path in group.episodes["file"]):
-            told = meta_of(path).get("protocol", {})
-            protocols[path] = {name: value for name, value in told.items() if name not in AGENT}
+            protocol = meta_of(path).get("protocol", {})
+            protocols[path] = {name: value for name, value in protocol.items() if name not in AGENT}
         check_alike(protocols, env, ALONE)
         for group in rows:
             if not group.blocks.keys() <= most.blocks.keys():

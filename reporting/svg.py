@@ -41,8 +41,8 @@ def element(tag: str, content: str = "", **attributes: Any) -> str:
     """An SVG element; "_" in a name stands for "-"."""
     look = ""
     for name, value in attributes.items():
-        told = f"{value:g}" if isinstance(value, float) else value
-        look += f' {name.replace("_", "-")}="{told}"'
+        shown = f"{value:g}" if isinstance(value, float) else value
+        look += f' {name.replace("_", "-")}="{shown}"'
     return f"<{tag}{look}>{content}</{tag}>"
 
 
@@ -190,13 +190,13 @@ def episode(
             same = theirs[: n + 1] == ours[: n + 1]
             colour = GREY if same else APART
             parts.append(text(right, y, f"{n + 1}  {theirs[n]}", fill=colour))
-        told = [f"{ours[n]} (all {line['M']} samples)"]
+        observation = [f"{ours[n]} (all {line['M']} samples)"]
         if choice:
-            told = wrap(page, wide)
+            observation = wrap(page, wide)
             parts += candidates(step, choices, bar, y, words)
-        for place, row in enumerate(told):
+        for place, row in enumerate(observation):
             parts.append(text(40, y + LINE * place, row, fill=GREY))
-        high = max(len(told), len(step["candidates"]))
+        high = max(len(observation), len(step["candidates"]))
         y += LINE * high + LINE // 3
     parts.append(text(16, y + 6, ending(line), bold=True))
     if rival:

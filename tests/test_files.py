@@ -159,6 +159,8 @@ def test_an_output_of_another_command_stays_even_with_overwrite(tmp_path):
     one, other = (type(name, (Stage,), {"stage": name}) for name in ("one", "other"))
     outputs.begin(path, one(run=tmp_path), {}, {})
     path.write_text("")
+    with pytest.raises(UserError, match=r"x\.jsonl was begun with another command"):
+        outputs.begin(path, type("unnamed", (Stage,), {"stage": ""})(run=tmp_path, overwrite=True), {}, {})
     for overwrite in (False, True):
         with pytest.raises(UserError, match=r"x\.jsonl was begun with stage one, not other: another"):
             outputs.begin(path, other(run=tmp_path, overwrite=overwrite), {}, {})

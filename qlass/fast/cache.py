@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, batches, tree_inputs
 from qlass.messages import State
@@ -280,10 +279,10 @@ def question_of(chat: Chat, state: State, actions: Iterable[str]) -> Question:
 
 
 def unread(
-    chat: Chat, requests: Sequence[Score], memory: Mapping[Pair, float], read: Callable
+    chat: Chat, requests: Sequence[Any], memory: Mapping[Pair, float], read: Callable
 ) -> Iterator[tuple]:
-    """Read the (s, a) of requests that `memory` lacks: each, a's n tokens, and outputs (n + 1, ...)
-    of s's last and of these."""
+    """Read the (s, a) that `memory` lacks: each, a's n tokens, and outputs (n + 1, ...) of s's last
+    and of these. requests: each has a `state` and `actions`."""
     fresh: dict[State, dict[str, None]] = {}
     for r in requests:
         for action in r.actions:
