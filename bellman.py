@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from qlass.outputs import begin, changed_inputs, find_or_make, meta_path, write_json, write_jsonl
-from qlass.settings import Run, read_settings, run_stage, runtime
+from qlass.settings import Number, Run, read_settings, run_stage, runtime
 from qlass.trees import children_of, read_trees
 
 
@@ -29,7 +29,7 @@ class Config(Run):
 
     trees: Path | None = runtime(None)  # RUN/trees.jsonl, made if missing
     out: Path | None = runtime(None)  # RUN/q_labels.jsonl
-    gamma: float = 0.9  # of Eq. (7)
+    gamma: Number = 0.9  # of Eq. (7)
 
 
 # A tree is the list of its nodes, parents before children.

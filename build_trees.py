@@ -33,6 +33,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import NonNegativeInt, PositiveInt
+
 import envs
 from qlass import UserError, demonstrations
 from qlass.batching import Sample, ask, drive
@@ -52,12 +54,12 @@ class Config(Sampling):
 
     sft: Path | None = runtime(None)  # checkpoint of the agent (RUN/sft, made if missing)
     out: Path | None = runtime(None)  # RUN/trees.jsonl
-    depth: int | None = None  # D (3 WebShop, 6 ScienceWorld, 8 ALFWorld)
-    width: int = 3  # W
+    depth: NonNegativeInt | None = None  # D (3 WebShop, 6 ScienceWorld, 8 ALFWorld)
+    width: PositiveInt = 3  # W
     tasks: Literal["cloned", "new"] = "cloned"  # those that the agent was cloned from; see above
-    rollouts: int = 64  # at most, per tree (0: no bound)
-    steps: int | None = None  # step limit of the agent (the environment's)
-    limit: int = runtime(0)  # number of tasks (0: all)
+    rollouts: NonNegativeInt = 64  # at most, per tree (0: no bound)
+    steps: PositiveInt | None = None  # step limit of the agent (the environment's)
+    limit: NonNegativeInt = runtime(0)  # number of tasks (0: all)
     expert: Path | None = runtime(None)  # demonstrations (those that the agent was cloned from)
     no_expert: bool = False  # leave out the expert's branch (lines 11-13)
     prune: Literal["branch", "tail"] = "branch"  # tail: a branch without reward queues 2 nodes

@@ -32,6 +32,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import NonNegativeInt, PositiveInt
 from tyro.conf import arg
 
 import envs
@@ -62,18 +63,18 @@ class Config(Sampling):
     plays_elsewhere: ClassVar[bool] = True
 
     method: tuple[Name, ...] = runtime(("qlass",))  # one or more
-    M: Annotated[tuple[int, ...], arg(aliases=["-M"])] = runtime((2,))  # candidates per step
-    N: Annotated[tuple[int, ...], arg(aliases=["-N"])] = runtime(())  # episodes (1; best_of_n: 4)
+    M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = runtime((2,))  # candidates per step
+    N: Annotated[tuple[PositiveInt, ...], arg(aliases=["-N"])] = runtime(())  # episodes (1; best_of_n: 4)
     select: Literal["q", "oracle"] = runtime("q")  # which of N episodes counts
     distinct: bool = False  # draw until M actions differ, 3M times at most
     split: str = runtime("test")  # tasks to play
-    limit: int = runtime(0)  # number of tasks (0: all)
-    skip: int = runtime(0)  # leave out the first tasks
+    limit: NonNegativeInt = runtime(0)  # number of tasks (0: all)
+    skip: NonNegativeInt = runtime(0)  # leave out the first tasks
     sft: Path | None = runtime(None)  # the agent's checkpoint (RUN/sft, made if missing)
     qnet: str | None = runtime(None)  # folder, or URL[#MODEL] of a server (RUN/qnet)
     out: Path | None = runtime(None)  # RUN/results.jsonl; its lines are not played again
     label: str | None = None  # a variant's name, kept in each line
-    max_steps: int | None = None  # the environment's
+    max_steps: PositiveInt | None = None  # the environment's
 
 
 # -------------------------------------------------------------------------------------- the methods

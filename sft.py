@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import PositiveInt
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
@@ -28,7 +29,7 @@ from qlass import UserError, demonstrations, models, training
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration
 from qlass.messages import State
-from qlass.outputs import Inputs, checkpoint, keep_copy, share, warn
+from qlass.outputs import Inputs, checkpoint, warn
 from qlass.policy import QUESTION, Policy
 from qlass.settings import Learning, read_settings, run_stage, runtime
 from qlass.tiny import AIDS, tiny_model
@@ -42,9 +43,9 @@ class Config(Learning):
 
     model: str = "tiny"  # tiny, or a HuggingFace name or folder
     expert: Path | None = runtime(None)  # trajectories (the environment's expert plays them)
-    n_expert: int | None = None  # the first so many of them (all)
+    n_expert: PositiveInt | None = None  # the first so many of them (all)
     out: Path | None = runtime(None)  # checkpoint folder (RUN/sft)
-    max_tokens: int = 4096  # where a trajectory is cut
+    max_tokens: PositiveInt = 4096  # where a trajectory is cut
     candidates: Literal["free", "valid"] = "free"  # what the agent may write
 
 
@@ -235,8 +236,6 @@ def main(argv: list[str] | None = None) -> None:
     log = training.Training(out, config, env.settings, inputs)
     if log.complete:
         return
-    if config.expert and share()[0] == 0:
-        keep_copy(out, log.meta, "expert")
     model, chat = load(config, env, expert, start)
     limit = int(min(config.max_tokens, chat.context))
     learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out_tasks(expert))

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import PositiveInt
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
@@ -38,7 +39,7 @@ from qlass.messages import State
 from qlass.pairs import Pair, Pairs, Part, families, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
 from qlass.records import Label, one_line
-from qlass.settings import Learning, Prompt, read_settings, run_stage, runtime
+from qlass.settings import Learning, Number, Prompt, read_settings, run_stage, runtime
 from qlass.trees import read_trees
 
 
@@ -51,13 +52,13 @@ class Config(Learning, Prompt):
     sft: Path | None = runtime(None)  # checkpoint that the backbone starts from (RUN/sft)
     labels: Path | None = runtime(None)  # RUN/q_labels.jsonl, made if missing
     out: Path | None = runtime(None)  # RUN/qnet
-    epochs: int = 2  # at most
+    epochs: PositiveInt = 2  # at most
     loss_on: Literal["all", "last"] = "all"  # tokens of (s, a) that carry the loss (Eq. 11: all)
-    rank_weight: float = 0.0  # of a loss on siblings' differences (0: none, as in the paper)
-    head_lr: float | None = None  # learning rate of the value head (--lr)
+    rank_weight: Number = 0.0  # of a loss on siblings' differences (0: none, as in the paper)
+    head_lr: Number | None = None  # learning rate of the value head (--lr)
     plain: bool = False  # pair by pair: for models that read no token tree
-    max_tokens: int = 4096  # of a packed tree
-    limit: int | None = None  # number of trees (all)
+    max_tokens: PositiveInt = 4096  # of a packed tree
+    limit: PositiveInt | None = None  # number of trees (all)
 
 
 MIN_HELD_OUT = 5  # fewer trees do not choose the epoch

@@ -3,7 +3,8 @@
     RUN/run.json            environment, options, seed, preset
     RUN/trees.jsonl         an output
     RUN/trees.meta.json     its recipe: settings and inputs that its bytes depend on; and figures
-    RUN/trees.jsonl.parts/  what is done of an unfinished output, a file per process
+    RUN/trees.jsonl.parts/  what is done of an unfinished output: of a file a part per process, of a
+                            checkpoint its training's states
 
 1. An output gets its name by one rename. To be there is to be complete.
 2. The same recipe gives the same bytes: it resumes an output, and another recipe is refused.
@@ -16,7 +17,6 @@ No torch here, so that bellman.py starts at once.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import hashlib
 import importlib
@@ -110,28 +110,22 @@ def lock(path: Path) -> Iterator[None]:
 
 def sha256(path: Path) -> str:
     """Of a file, or of the files of a checkpoint's folder that are loaded."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(itertools.chain(*map(path.glob, LOADED)))
-    return hash_of(tuple((file, file.stat().st_mtime_ns) for file in files))
+    files = itertools.chain(*map(path.glob, LOADED)) if path.is_dir() else [path]
+    total = hashlib.sha256()
+    for file in sorted(files):
+        total.update(hash_of(file, file.stat().st_mtime_ns))
+    return total.hexdigest()
 
 
 @functools.cache  # a large model is read once
-def hash_of(files: tuple[tuple[Path, int], ...]) -> str:
-    """Of files and their times."""
-    total = hashlib.sha256()
-    for file, _ in files:
-        with open(file, "rb") as content:
-            total.update(hashlib.file_digest(content, "sha256").digest())
-    return total.hexdigest()
+def hash_of(file: Path, changed_at: int) -> bytes:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").digest()
 
 
 def share() -> tuple[int, int]:
     """RANK and WORLD_SIZE, as torchrun and job arrays set them; alone 0 and 1."""
-    rank, n = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
-    if not 0 <= rank < n:
-        raise UserError(f"RANK {rank} of WORLD_SIZE {n}: ranks are 0 to {n - 1}")
-    return rank, n
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 # ------------------------------------------------------------------------------------- the recipe
@@ -185,31 +179,26 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path
     elif named and not named.exists():
         raise UserError(f"{named}: no such file")
     if not path.exists():
-        flags = shared_flags(config)
-        new = not (config.run / "run.json").exists()
-        if new and config.run != default_run(config.env):
-            near_by = [*Path("runs").glob("*/run.json"), *config.run.parent.glob("*/run.json")]
-            runs = {file.parent.name: file.parent for file in near_by}
-            near = difflib.get_close_matches(config.run.name, runs, n=1, cutoff=0.7)
-            hint = f"{runs[near[0]]}? Else" if near else ""
-            begins = f"{hint} python sft.py {shlex.join(flags)} begins it"
-            raise UserError(f"{config.run}: no such run: {begins.strip()}")
-        if share()[1] > 1 or (stage != "sft" and getattr(config, "sft", None)):
-            way_out = f"make it first, by one process and {stage}.py, from the --sft that is meant"
-            raise UserError(f"{path} is missing: {way_out}")
-        print(f"{path} is missing: making it with python {stage}.py {' '.join(flags)}", flush=True)
-        importlib.import_module(stage).main(flags)
-    refuse_other_env(path, config.env)
+        make(path, stage, config)
+    env = meta_of(path)["recipe"].get("env", config.env)
+    if env != config.env:
+        raise UserError(f"{path} is of {env}, not of {config.env}: name another")
     for source in changed_inputs(path):
         warn(f"{path} was made from another {source} than there is now: make it again")
     return path
 
 
-def refuse_other_env(path: Path, env: str) -> None:
-    """UserError for an output of another environment."""
-    other = meta_of(path)["recipe"].get("env", env)
-    if other != env:
-        raise UserError(f"{path} is of {other}, not of {env}: name another")
+def make(path: Path, stage: str, config: Any) -> None:
+    """Run the stage that makes an output, if the flags of the run are all that it needs."""
+    flags = shared_flags(config)
+    command = f"python {stage}.py {shlex.join(flags)}"
+    begun = config.run == default_run(config.env) or (config.run / "run.json").exists()
+    other_agent = stage != "sft" and getattr(config, "sft", None)
+    if not begun or other_agent or share()[1] > 1:
+        way_out = f"make it first, by one process, of the agent that is meant: {command}"
+        raise UserError(f"{path} is missing: {way_out}")
+    print(f"{path} is missing: making it with {command}", flush=True)
+    importlib.import_module(stage).main(flags)
 
 
 def shared_flags(config: Any) -> list[str]:
@@ -235,39 +224,27 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
 
     settings: what its bytes depend on, beside the content of the inputs.
     """
-    if output in inputs.values():
-        raise UserError(f"{output}: is an input too: name another --out")
-    hashes = {}
-    for name, path in inputs.items():
-        hashes[name] = sha256(path) if path else None
-        if path:
-            refuse_other_env(path, config.env)
-    stage = {"stage": config.stage} if config.stage else {}
-    recipe = json.loads(json.dumps(settings | hashes | stage, default=str))
-    old = meta_of(output)
-    states = output.with_name(output.name + ".partial")  # of a checkpoint
-    done = [output.exists(), states.exists(), *parts_folder(output).glob("*.jsonl")]
-    if any(done) and not old["recipe"]:
+    hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
+    recipe = settings | hashes | {"stage": config.stage}
+    recipe = json.loads(json.dumps(recipe, default=str))
+    meta = meta_of(output)
+    begun = output.exists() or any(parts_folder(output).glob("[!.]*"))
+    if begun and not meta["recipe"]:
         problem = "is there without its .meta.json, so not of this command: move it"
         raise UserError(f"{output}: {problem}")
-    differs = differences(old["recipe"], recipe, inputs)
-    of_another = old["recipe"].get("stage", config.stage) != config.stage
-    if any(done) and (of_another or (differs and not config.overwrite)):
-        way_out = "another --out or --run keeps both"
-        if not of_another:  # what another command made is not overwritten
-            way_out += ", --overwrite starts again"
-        raise UserError(f"{output} was begun with {differs or 'another command'}: {way_out}")
-    if config.overwrite or not any(done):
-        if differs:
-            warn(f"{output} is made anew; it was begun before with {differs}")
-        old = {"recipe": {}, "inputs": {}}
+    own = meta["recipe"].get("stage", config.stage) == config.stage
+    differs = differences(meta["recipe"], recipe, inputs)
+    if begun and differs and not (own and config.overwrite):
+        way_out = "another --out or --run keeps both, --overwrite makes what is this command's again"
+        raise UserError(f"{output} was begun with {differs}: {way_out}")
     if config.overwrite:
-        for path in (output, parts_folder(output), states, meta_path(output)):
+        for path in (output, parts_folder(output), meta_path(output)):
             remove(path)
+    if config.overwrite or not begun:
+        meta = {"recipe": {}, "inputs": {}}
     folder = output.parent.resolve()
     places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
-    kept = {n: place for n, place in old["inputs"].items() if (folder / place).exists()}
-    meta = old | {"recipe": old["recipe"] | recipe, "inputs": old["inputs"] | places | kept}
+    meta |= {"recipe": meta["recipe"] | recipe, "inputs": meta["inputs"] | places}
     meta["versions"] = {name: version(name) for name in PACKAGES}
     run = config.run / "run.json"
     if output.parent == config.run and not run.exists():
@@ -285,15 +262,6 @@ def differences(old: dict[str, Any], new: dict[str, Any], inputs: Inputs) -> str
             values = f"{name} {old[name]}, not {new[name]}"
             words.append(f"another {name}" if name in inputs else values)
     return "; ".join(words)
-
-
-def keep_copy(output: Path, meta: dict[str, Any], name: str) -> None:
-    """Copy an input beside its output, so that the run can be moved: sft.expert.jsonl."""
-    copy = output.with_name(f"{output.name}.{name}.jsonl")
-    with atomic(copy) as draft:
-        shutil.copyfile(output.parent / meta["inputs"][name], draft)
-    meta["inputs"][name] = copy.name
-    write_json(meta_path(output), meta)
 
 
 # ------------------------------------------------------------------------ outputs of several parts

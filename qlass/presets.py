@@ -101,8 +101,9 @@ LORA: Stages = {"sft": {"lr": 2e-4}, "train_qnet": {"lr": 2e-4}}
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """What the preset says of the fields of a stage's Config, on its environment."""
-    stages = PRESETS[config.preset]
+    """The preset, and what it says of the fields of a stage's Config, on its environment."""
+    preset = config.preset or preset_for(config)
+    stages = PRESETS[preset]
     parts = [stages["any"], stages.get(config.env, {})]
     if getattr(config, "lora", None):
         parts.append(LORA)
@@ -110,10 +111,10 @@ def settings(config: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in ("run", config.stage):
         for part in parts:
-            values.update(part.get(name, {}))
+            values |= part.get(name, {})
     if getattr(config, "expert", None):
         values.pop("n_expert", None)  # a file is read to its end
-    return {name: value for name, value in values.items() if name in fields}
+    return {n: value for n, value in values.items() if n in fields} | {"preset": preset}
 
 
 def preset_for(config: Any) -> Any:

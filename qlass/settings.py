@@ -7,29 +7,21 @@ class, where the paper's settings stand.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from tyro.conf import UseAppendAction
 
 from qlass import UserError, presets
 from qlass.outputs import LAYOUT, default_run, read_json, warn
 
-POSITIVE = (
-    "M",
-    "N",
-    "epochs",
-    "patience",
-    "save_every",
-    "batch",
-    "max_new_tokens",
-    "width",
-)  # not 0
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+UNNAMED = Path("runs/ENV")
 C = TypeVar("C")
 R = TypeVar("R", bound="Run")
 
@@ -48,9 +40,9 @@ class Run:
 
     env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
     env_option: UseAppendAction[tuple[str, ...]] = ()  # NAME=VALUE, of the environment
-    run: Path = runtime(Path("runs/ENV"))  # folder of this run's files
+    run: Path = runtime(UNNAMED)  # folder of this run's files
     preset: Literal["tiny", "paper"] | None = runtime(None)  # whose defaults (qlass/presets.py)
-    seed: int = 0  # of all random numbers
+    seed: NonNegativeInt = 0  # of all random numbers
     overwrite: bool = runtime(False)  # make the output again from scratch
 
     def recipe(self) -> dict[str, Any]:
@@ -77,7 +69,7 @@ class Model(Run):
 class Prompt(Model):
     """What a prompt depends on, which agent and QNet must share."""
 
-    max_new_tokens: int | None = None  # of an action (the checkpoint's: 256; tiny: 48)
+    max_new_tokens: PositiveInt | None = None  # of an action (the checkpoint's: 256; tiny: 48)
     truncate: Literal["oldest"] | None = None  # leave out old turns beyond the context
 
 
@@ -85,10 +77,10 @@ class Prompt(Model):
 class Sampling(Prompt):
     """How a stage in which the agent acts samples from it."""
 
-    temperature: float | None = None  # else the checkpoint's own (0.7; tiny: 1)
+    temperature: Number | None = None  # else the checkpoint's own (0.7; tiny: 1)
     plain: bool = runtime(False)  # one sequence at a time, for recurrent models
-    cache_gb: float | None = runtime(None)  # GB for prompts (2; on a GPU a quarter of its memory)
-    in_flight: int | None = runtime(None)  # trees or episodes side by side (64; sciworld: 4)
+    cache_gb: Number | None = runtime(None)  # GB for prompts (2; on a GPU a quarter of its memory)
+    in_flight: PositiveInt | None = runtime(None)  # trees or episodes side by side (64; sciworld: 4)
     server: str | None = runtime(None)  # URL[#MODEL] of an OpenAI-compatible server of the agent
 
 
@@ -96,15 +88,15 @@ class Sampling(Prompt):
 class Learning(Model):
     """How a large model is trained in little memory; the defaults are Table 5's."""
 
-    lr: float = 1e-5  # learning rate at its peak
-    epochs: int = 3  # at most
-    batch: int = 64  # examples per update (of pairs at least)
-    patience: int = 2  # epochs without a better validation before it ends
-    lora: int | None = None  # train updates of this rank alone
+    lr: Number = 1e-5  # learning rate at its peak
+    epochs: PositiveInt = 3  # at most
+    batch: PositiveInt = 64  # examples per update (of pairs at least)
+    patience: PositiveInt = 2  # epochs without a better validation before it ends
+    lora: PositiveInt | None = None  # train updates of this rank alone
     optim: Literal["adamw", "adamw8bit"] = "adamw"  # moments in 32 or in 8 bits
     gradient_checkpointing: bool = runtime(False)  # less memory, a third more time
-    micro_tokens: int = runtime(8192)  # tokens in memory at once, padding included
-    save_every: int = runtime(50)  # updates
+    micro_tokens: PositiveInt = runtime(8192)  # tokens in memory at once, padding included
+    save_every: PositiveInt = runtime(50)  # updates
 
 
 # ------------------------------------------------------------------------------ reading the flags
@@ -113,47 +105,49 @@ class Learning(Model):
 FORM = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
 
 
-def parse(kind: type[C], doc: str | None, argv: Sequence[str] | None = None) -> C:
-    """What the flags and the class say. doc: a module's docstring, with which --help begins."""
-    return tyro.cli(kind, args=argv, description=doc, config=FORM)
+def parse(
+    kind: type[C], doc: str | None, argv: Sequence[str] | None = None, default: Any = None
+) -> C:
+    """What the flags say, then `default`, then the class. doc: a module's docstring, with which
+    --help begins."""
+    return tyro.cli(kind, args=argv, description=doc, config=FORM, default=default)
 
 
 def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R:
     """The settings of a command of a run."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    config = parse(kind, doc, words)
-    flags = [word.partition("=")[0].lstrip("-") for word in words if word.startswith("-")]
-    names = {flag.replace("-", "_") for flag in flags}
-    from_flags = {name: value for name, value in vars(config).items() if name in names}
-    folder = config.run if "run" in from_flags else default_run(config.env)
+    config = parse(kind, doc, argv)
+    options = config.env_option
+    folder = default_run(config.env) if config.run == UNNAMED else config.run
     run = read_run(folder)
-    shared = {name: run[name] for name in ("env", "seed", "preset") if run}
-    config = dataclasses.replace(config, **shared | {"run": folder} | from_flags)
-    own = tuple(run["env_option"]) if run else ()
-    more = tuple(option for option in config.env_option if option not in own)
-    if run and (config.env != run["env"] or (more and not kind.plays_elsewhere)):
-        raise UserError(f"{config.run} is of {' '.join([run['env'], *own])}: give another --run")
-    config = dataclasses.replace(config, preset=config.preset or presets.preset_for(config))
-    defaults = {n: v for n, v in presets.settings(config).items() if n not in from_flags}
-    config = dataclasses.replace(config, **defaults)
+    shared = {name: run[name] for name in ("env", "seed", "preset") if run} | {"run": folder}
+    config = parse(kind, doc, argv, kind(**shared))
+    defaults = presets.settings(config)
+    config = parse(kind, doc, argv, kind(**shared | defaults))
     if run:
-        defaults.pop("env_option", None)
-    shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in defaults.items())
-    if shown:
+        own = tuple(run["env_option"])
+        more = tuple(option for option in options if option not in own)
+        if config.env != run["env"] or (more and not kind.plays_elsewhere):
+            raise UserError(f"{folder} is of {' '.join([run['env'], *own])}: give another --run")
+        options = (*own, *more)
+    elif not options:
+        options = defaults.get("env_option", ())
+    config = dataclasses.replace(config, env_option=options)
+    taken = {n: v for n, v in defaults.items() if getattr(config, n) == v and n != "preset"}
+    if taken:
+        shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in taken.items())
         print(f"settings of the {config.preset} preset, {config.env}: {shown}", file=sys.stderr)
-    if run:
-        config = dataclasses.replace(config, env_option=(*own, *more))
-    check_numbers(config)
+    check_bounds(config)
     return config
 
 
-def check_numbers(config: Run) -> None:
-    """UserError for a number that is too small, or none."""
-    for name, value in vars(config).items():
-        least = int(name in POSITIVE)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, int | float) and not least <= number < math.inf:
-                raise UserError(f"--{name.replace('_', '-')} {number}: {least} or more is expected")
+def check_bounds(config: Run) -> None:
+    """UserError for a number out of the bounds of its type."""
+    try:
+        TypeAdapter(type(config)).validate_python(vars(config))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        flag = str(problem["loc"][0]).replace("_", "-")
+        raise UserError(f"--{flag} {problem['input']}: {problem['msg']}") from None
 
 
 def read_run(run: Path) -> dict[str, Any]:

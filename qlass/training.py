@@ -26,6 +26,7 @@ from qlass.outputs import (
     dumps,
     lock,
     meta_path,
+    parts_folder,
     remove,
     share,
     write_json,
@@ -135,7 +136,7 @@ def broadcast(value: float | None) -> float | None:
 
 class Training:
     """An unfinished checkpoint: its metadata, its log NAME.log.jsonl, and its states in
-    NAME.partial/, the last and the best. The first process writes.
+    NAME.parts/, the last and the best. The first process writes.
 
     lines: the log, one per update and one per epoch, written as it grows. A state is weights,
     moments, random numbers and the log so far, with which a training goes on: what came behind it
@@ -146,7 +147,7 @@ class Training:
         self, out: Path, config: Learning, settings: dict[str, Any], inputs: Inputs
     ) -> None:
         self.out, self.config = out, config
-        self.states = out.with_name(out.name + ".partial")
+        self.states = parts_folder(out)
         self.path = out.with_name(out.name + ".log.jsonl")
         self.lines: list[dict] = []
         self.open = contextlib.ExitStack()  # lock and log

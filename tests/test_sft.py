@@ -189,12 +189,12 @@ def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, mo
 
     def train(model: object) -> None:
         if (tmp_path / "sft").exists():
-            (tmp_path / "sft").rename(tmp_path / "sft.partial")  # as one that was stopped
+            (tmp_path / "sft").rename(tmp_path / "sft.parts")  # as one that was stopped
         clone("--model", str(model), "--n-expert", "3")
 
     train(name)
     train(shutil.copytree(here, there))
-    (tmp_path / "sft").rename(tmp_path / "sft.partial")
+    (tmp_path / "sft").rename(tmp_path / "sft.parts")
     tiny_lm(CHAT, 1).save_pretrained(here)
     for other in (here, name):  # trained again, or a hub's main that has moved on
         with pytest.raises(UserError, match="begun with another model"):

@@ -106,7 +106,7 @@ def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, cap
     assert not begun(save_every=9, micro_tokens=5).complete  # what changes no weight may differ
     with pytest.raises(UserError, match="was begun with lr"):
         begun(lr=0.2)
-    assert begun(lr=0.2, overwrite=True) and not (tmp_path / "model.partial").exists()
+    assert begun(lr=0.2, overwrite=True) and not (tmp_path / "model.parts").exists()
     out.mkdir()
     assert begun(lr=0.2).complete
     assert "is complete; --overwrite trains it again" in capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, cap
 def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
     with pytest.raises(UserError, match=r"loss nan.*lower --lr"):
         fit(tmp_path, [1.0] * 6, spoil=5)
-    weights, _, _, lines = torch.load(tmp_path / "model.partial" / "last.pt", weights_only=True)
+    weights, _, _, lines = torch.load(tmp_path / "model.parts" / "last.pt", weights_only=True)
     assert [line["step"] for line in lines if "lr" in line][-1] == 4
     assert all(p.isfinite().all() for p in weights.values())
 
@@ -163,6 +163,6 @@ def test_two_processes_share_the_work_and_train_what_one_does(stage, flags, tmp_
     alone, both = (meta_of(tmp_path / name) for name in ("by-1", "by-2"))
     losses = [[epoch["loss"] for epoch in meta["curve"]] for meta in (alone, both)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert alone["tokens"] == both["tokens"] and not (tmp_path / "by-2.partial").exists()
+    assert alone["tokens"] == both["tokens"] and not (tmp_path / "by-2.parts").exists()
     for file in (tmp_path / "by-1").glob("*.safetensors"):
         torch.testing.assert_close(load_file(tmp_path / "by-2" / file.name), load_file(file), atol=1e-4, rtol=1e-3)
