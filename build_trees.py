@@ -41,7 +41,7 @@ from qlass.batching import Sample, ask, drive
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
 from qlass.messages import State, parse_action, replay
-from qlass.outputs import Inputs, Output, find_or_make, warn
+from qlass.outputs import Inputs, Output, find_or_make
 from qlass.settings import Sampling, read_settings, run_stage, runtime
 from qlass.trees import tree_metrics
 
@@ -251,20 +251,6 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     return records
 
 
-def tell_other_rewards(records: list[dict], demonstration_of: dict[str, Demonstration]) -> None:
-    """Warn of demonstrations that do not earn here what their file says: other data, or rules."""
-    earned = {node["task_id"]: node["reward"] for node in records if node["expert"]}
-    differences = []
-    for task_id in earned.keys() & demonstration_of.keys():
-        reward = demonstration_of[task_id].reward
-        if reward is not None:
-            differences.append(abs(reward - earned[task_id]))
-    others = [difference for difference in differences if difference > 0.01]
-    if others:
-        problem = "demonstrations earn another reward than their file says"
-        warn(f"{len(others)} of {len(differences)} {problem}")
-
-
 async def grow(explorer: Explorer, demonstration_of: dict[str, Demonstration] | None) -> list[dict]:
     """The lines of a task's tree."""
     root = await explorer.explore(demonstration_of)
@@ -307,7 +293,6 @@ def build(
         growing = (grow(explorer, tau_0) for explorer in explorers)
         groups = drive(growing, {Sample: agent.sample}, config.in_flight or env.side_by_side)
         trees.write(groups, "trees", len(todo))
-    tell_other_rewards(trees.records, demonstration_of)
     counts = tree_metrics(trees.records)
     trees.finish(tasks, tasks=list(trees.groups), **counts)
     print(f"{path}: {counts}")

@@ -36,7 +36,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from tyro.conf import arg
 
 import envs
-from qlass import UserError, outputs, results
+from qlass import outputs, results
 from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, uniforms
@@ -66,7 +66,6 @@ class Config(Sampling):
     M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = runtime((2,))  # candidates per step
     N: Annotated[tuple[PositiveInt, ...], arg(aliases=["-N"])] = runtime(())  # episodes (1; best_of_n: 4)
     select: Literal["q", "oracle"] = runtime("q")  # which of N episodes counts
-    distinct: bool = False  # draw until M actions differ, 3M times at most
     split: str = runtime("test")  # tasks to play
     limit: NonNegativeInt = runtime(0)  # number of tasks (0: all)
     skip: NonNegativeInt = runtime(0)  # leave out the first tasks
@@ -91,7 +90,6 @@ class Method:
     N: int = 1
     select: str | None = None  # "q", "oracle"; None: the first episode
     temperature: float | None = None  # None: --temperature, or the checkpoint's own
-    distinct: bool = False  # draw until M actions differ, 3M times at most
     seed: int = 0  # of chance
 
     async def play(self, env: envs.TextEnv, task_id: str, chat: Chat) -> dict:
@@ -106,10 +104,16 @@ class Method:
         """What a result line tells of all episodes, of which the best counts."""
         return results.describe(best, episodes, results.costs_of(chat, episodes, self.read_by_qnet))
 
+    async def draw(
+        self, env: envs.TextEnv, state: State, key: tuple, rendering: Rendering
+    ) -> list[Candidate]:
+        """M samples of the agent."""
+        return await ask(env, state, self.M, key, rendering, self.temperature)
+
     async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
         """The score of each candidate of step `key` (task, episode, step); a model is asked."""
         if self.by == "q":
-            return await q_values(state, actions)
+            return await Score(state, tuple(actions))  # Q(s, a), by QNet
         if self.by == "likelihood":  # of the whole text, even if only valid ones are drawn
             return await LogProb(state, tuple(actions))  # log pi(a | s)
         if self.by == "chance":
@@ -150,7 +154,7 @@ def methods_of(name: str, config: Config) -> list[Method]:
     methods = []
     for m, n in product(Ms, Ns):
         select = config.select if n > 1 else None
-        methods.append(Method(name, by, m, n, select, distinct=config.distinct, seed=config.seed))
+        methods.append(Method(name, by, m, n, select, seed=config.seed))
     return methods
 
 
@@ -167,7 +171,7 @@ async def episode(
     done = False
     while not done:  # line 4
         key = (task_id, trial, len(steps))  # the same for all methods: paired differences
-        samples = await draw(env, state, method, key, rendering)  # lines 5-6
+        samples = await method.draw(env, state, key, rendering)  # lines 5-6
         candidates = distinct_actions(env, [sample.text for sample in samples])[: method.M]
         scores = await method.scores(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
@@ -179,35 +183,12 @@ async def episode(
     return steps
 
 
-async def draw(
-    env: envs.TextEnv, state: State, method: Method, key: tuple, rendering: Rendering
-) -> list[Candidate]:
-    """M samples of the agent. With `distinct` up to 2M more, until M actions differ."""
-    samples = await ask(env, state, method.M, key, rendering, method.temperature)
-    rounds = 3 if method.distinct else 1
-    for _ in range(1, rounds):
-        if len(distinct_actions(env, [sample.text for sample in samples])) >= method.M:
-            break
-        noise = (*key, len(samples))  # the same key would draw the same
-        more = await ask(env, state, method.M, noise, rendering, method.temperature)
-        samples = samples + more
-    return samples
-
-
 def distinct_actions(env: envs.TextEnv, actions: Iterable[str]) -> list[str]:
     """The first of each group of actions that are the same to the environment."""
     first: dict[str, str] = {}
     for action in actions:
         first.setdefault(env.canonical(parse_action(action)), action)
     return list(first.values())
-
-
-async def q_values(state: State, actions: list[str]) -> list[float]:
-    """Q(s, a) of each action, by QNet."""
-    values = await Score(state, tuple(actions))
-    if not all(map(math.isfinite, values)):
-        raise UserError("QNet's values are not finite: is it trained to its end?")
-    return values
 
 
 async def choose_episode(episodes: list[Episode], by: str | None) -> Episode:
@@ -218,7 +199,7 @@ async def choose_episode(episodes: list[Episode], by: str | None) -> Episode:
     for steps in episodes:
         last = steps[-1]
         if by == "q":  # the last action's Q speaks for the episode
-            values += await q_values(last.state, [last.action])
+            values += await Score(last.state, (last.action,))
         else:
             values.append(last.reward)
     # Episodes may end alike: then their values differ by rounding, in each batch in another way.
@@ -296,13 +277,13 @@ def evaluate(
     planned: list[tuple] = []
     for method in plan:
         about = shared | method.settings()
-        task_of = {results.identity(about | {"task_id": task_id}): task_id for task_id in tasks}
-        planned += task_of
-        todo = out.todo(list(task_of))
-        lines = (line_of(method, task_of[key]) for key in todo)
+        keys = [results.identity(about | {"task_id": task_id}) for task_id in tasks]
+        planned += keys
+        todo = out.todo(keys)
+        lines = (line_of(method, task_id) for task_id, *_ in todo)
         side_by_side = config.in_flight or env.side_by_side
         out.write(drive(lines, models, side_by_side), str(method), len(todo))
-        rewards = [out.groups[key][0]["reward"] for key in task_of if key in out.groups]
+        rewards = [out.groups[key][0]["reward"] for key in keys if key in out.groups]
         mean = sum(rewards) / max(1, len(rewards))
         print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks")
     learned = results.leaks(env, out.records, inputs)

@@ -186,16 +186,16 @@ def end_share(model: Any, examples: list[Example], end: int) -> float:
     """The share of actions after which the likeliest token is the end of the turn. An agent that
     has not learned to end its turn writes on, whatever its loss: a warning."""
     model.eval()
-    ended: list[bool] = []
+    found = expected = 0
     for example in examples:
         ids = torch.tensor([example.ids], device=model.device)
         likeliest = model(input_ids=ids, use_cache=False).logits[0, :-1].argmax(-1)
-        at_ends = torch.tensor(example.labels[1:]) == end
-        ended += (likeliest.cpu()[at_ends] == end).tolist()
-    right = sum(ended) / max(1, len(ended))
-    if right < 0.9:
-        warn(f"it ends {right:.0%} of its turns where they should end: its texts will run on")
-    return right
+        ends = torch.tensor(example.labels[1:]) == end
+        expected += int(ends.sum())
+        found += int((likeliest.cpu()[ends] == end).sum())
+    if found < 0.9 * expected:
+        warn(f"it ends {found} of {expected} turns where they should end: its texts will run on")
+    return found / max(1, expected)
 
 
 # --------------------------------------------------------------------------------------------- main

@@ -92,9 +92,7 @@ class QNet(nn.Module):
 
     def values(self, state: State, action: str) -> torch.Tensor:
         """V of each token of (s, a), (T,)."""
-        prompt = self.chat.prompt(state)
-        ids = prompt + self.chat.action(action, state.task, len(prompt))
-        tokens = torch.tensor([ids], device=self.backbone.device)
+        tokens = torch.tensor([self.chat.pair(state, action)], device=self.backbone.device)
         return self(input_ids=tokens, use_cache=False)[0].float()
 
     @torch.inference_mode()
@@ -115,7 +113,7 @@ class QNet(nn.Module):
         """config: a stage's settings."""
         hidden = outputs.read_json(folder / "qnet.json")["hidden"]  # which an agent's folder lacks
         qnet = cls(*models.load(folder, config, kind=AutoModel), hidden)
-        with models.one_line_error(folder / "head.safetensors"):
+        with one_line(folder / "head.safetensors"):
             qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
         return qnet.eval()
 
@@ -159,21 +157,16 @@ def family_loss(
     return torch.stack(losses).sum() + rank_weight * (e - e.mean()).square().sum()
 
 
-def tokens_of(chat: Chat, family: Pairs) -> int:
-    """How many tokens the pairs of a state have; what they share counts once."""
-    beginnings: set[tuple[int, ...]] = set()
-    for pair in family:
-        ids = chat.action(pair.action, pair.state.task)
-        beginnings.update(tuple(ids[:n]) for n in range(1, len(ids) + 1))
-    return len(chat.prompt(family[0].state)) + len(beginnings)
-
-
 def parts_of(chat: Chat, tree: Pairs, config: Config) -> list[Part]:
     """What an epoch shuffles. With --plain a part is one pair or, with a rank weight, which needs
     siblings together, one family. Else it is as many of these as fit in --max-tokens."""
     together = families(tree) if config.rank_weight else [[pair] for pair in tree]
     if config.plain:
-        return [Part([family], tokens_of(chat, family)) for family in together]
+        parts = []
+        for family in together:
+            tokens = sum(len(chat.pair(pair.state, pair.action)) for pair in family)
+            parts.append(Part([family], tokens))
+        return parts
     from qlass.fast.packing import pack_pairs
 
     return list(pack_pairs(chat, together, config.loss_on, config.max_tokens))
@@ -231,17 +224,13 @@ def train(
 # --------------------------------------------------------------------------------------------- main
 
 
-def read_pairs(labels: Path, chat: Chat, limit: int | None) -> tuple[list[str], list[Pairs]]:
-    """Of the first `limit` labelled trees: their tasks, and the pairs that the model can read."""
-    tasks, trees, left_out = [], [], 0
+def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[Pairs]]:
+    """Of the first `limit` labelled trees: their tasks, and their pairs."""
+    tasks, trees = [], []
     for tree in islice(read_trees(labels, Label), limit):
         with one_line(labels):
-            pairs = pairs_of(tree)
+            trees.append(pairs_of(tree))
         tasks.append(tree[0]["task_id"])
-        trees.append([pair for pair in pairs if chat.fits(pair.state, pair.action)])
-        left_out += len(pairs) - len(trees[-1])
-    if left_out:
-        outputs.warn(f"{left_out} pairs are beyond the context (--truncate oldest cuts them)")
     return tasks, trees
 
 
@@ -271,7 +260,7 @@ def main(argv: list[str] | None = None) -> None:
     if log.complete:
         return
     qnet = load(sft, config)
-    tasks, trees = read_pairs(labels, qnet.chat, config.limit)
+    tasks, trees = read_pairs(labels, config.limit)
     learned, held_out = hold_out_trees(trees, tasks)
     if not any(learned):
         raise UserError(f"{labels}: no pair of (s, a) to train on")

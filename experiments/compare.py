@@ -24,8 +24,8 @@ import q_search
 from experiments import paraphrase
 from q_search import Method, methods_of
 from qlass import UserError
-from qlass.batching import Sample, Score
-from qlass.chat import Chat
+from qlass.batching import Candidate, Sample, Score
+from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, react
 from qlass.results import Episode, Step, describe
 from qlass.settings import read_settings, run_stage, runtime
@@ -43,6 +43,7 @@ class Config(q_search.Config):
 
     method: tuple[Name, ...] = runtime(("all",))  # one or more of the table above
     M: Annotated[tuple[int, ...], arg(aliases=["-M"])] = runtime(())  # candidates (2; with all: 2 4 6)
+    distinct: bool = False  # draw until M actions differ, 3M times at most
     paraphrase_server: str | None = None  # a chat server that words the task anew for each candidate
 
 
@@ -112,6 +113,19 @@ class Untried(Variant):
         return [score if new else -math.inf for score, new in zip(scores, first, strict=True)]
 
 
+class Distinct(Method):
+    """Draws again, up to 2M samples more, until M actions differ."""
+
+    async def draw(self, env: envs.TextEnv, state: State, key: tuple, rendering: Rendering) -> list[Candidate]:
+        samples = await super().draw(env, state, key, rendering)
+        for _ in range(2):
+            if len(q_search.distinct_actions(env, [sample.text for sample in samples])) >= self.M:
+                break
+            noise = (*key, len(samples))  # the same key would draw the same
+            samples = samples + await super().draw(env, state, noise, rendering)
+        return samples
+
+
 class Player(Variant):
     """One of the environment's own players, which draw nothing."""
 
@@ -157,7 +171,8 @@ def methods_named(name: str, env: envs.TextEnv, config: Config) -> list[Method]:
     if name in UNTRIED:
         searches = methods_of(UNTRIED[name], config)
         return [Untried(**vars(method), player="untried first") for method in searches]
-    return methods_of(name, config)
+    methods = methods_of(name, config)
+    return [Distinct(**vars(method)) for method in methods] if config.distinct else methods
 
 
 def everything(env: envs.TextEnv, config: Config) -> list[Method]:

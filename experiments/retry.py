@@ -15,6 +15,7 @@ from tyro.conf import Suppress
 
 import envs
 import q_search
+from experiments.chat_policy import chat
 from experiments.compare import Variant
 from q_search import Method, episode
 from qlass import UserError
@@ -32,10 +33,9 @@ PLANS = "\nYour plans after attempts at this task that failed:\n"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config):
     until: tuple[str, ...] = runtime(("oracle",))  # oracle, or values of QNet's, at which it stops
-    method: Suppress[tuple[str, ...]] = runtime(())  # these four are no flags here
+    method: Suppress[tuple[str, ...]] = runtime(())  # these three are no flags here
     M: Suppress[tuple[int, ...]] = runtime(())
     select: Suppress[str] = runtime("q")
-    distinct: Suppress[bool] = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def answer_by(server: Server) -> Callable[[list[Reflect]], list[str]]:
     """What answers `Reflect` requests by a chat model."""
 
     def plan(request: Reflect) -> str:
-        choice, _ = server.chat(request.state.messages)
+        choice, _ = chat(server, request.state.messages)
         return choice.message.content or ""
 
     return lambda requests: list(map(plan, requests))

@@ -46,8 +46,7 @@ class Config(q_search.Config):
     tau: tuple[float, ...] = runtime((0.1,))  # temperature of resampling
     c: Annotated[tuple[float, ...], arg(aliases=["-c"])] = runtime((1.0,))  # weight of the prior, of mcts
     gamma: tuple[float, ...] = runtime(())  # that of the QNet's labels, or .9
-    select: Suppress[str] = runtime("q")  # these two are no flags here
-    distinct: Suppress[bool] = False
+    select: Suppress[str] = runtime("q")  # no flag here
 
 
 class Draws(All):

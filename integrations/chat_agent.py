@@ -32,6 +32,7 @@ from tyro.conf import Fixed, arg
 
 import envs
 import q_search
+from experiments.chat_policy import chat
 from q_search import Method, methods_of
 from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
@@ -110,7 +111,7 @@ class ChatModel:
         }
         options = {name: value for name, value in options.items() if name not in self.body}
         more = {name: value for name, value in self.body.items() if value is not None}
-        choice, usage = self.server.chat(messages, **options, extra_body=more)
+        choice, usage = chat(self.server, messages, **options, extra_body=more)
         said = without_thinking(choice.message.content or "")
         text = any_of(self.rendering.stop).split(said)[0].strip()
         self.silent += "Action:" not in text

@@ -13,8 +13,8 @@ import torch
 import transformers as hf
 from tyro.conf import Positional
 
-from qlass.models import one_line_error
 from qlass.outputs import atomic
+from qlass.records import one_line
 from qlass.settings import parse, run_stage
 
 
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
     place = {"pretrained_model_name_or_path": config.file.parent, "gguf_file": config.file.name}
     full_width = hf.GgufConfig(dequantize=True)  # few bits can't be trained
-    with one_line_error(config.file):
+    with one_line(config.file):
         tokenizer = hf.AutoTokenizer.from_pretrained(**place)
         place |= {"quantization_config": full_width, "dtype": torch.float32}
         model = hf.AutoModelForCausalLM.from_pretrained(**place)

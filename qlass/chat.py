@@ -17,7 +17,7 @@ from qlass.messages import State
 from qlass.outputs import read_json
 from qlass.tiny import Aids
 
-FLAGS = ("temperature", "max_new_tokens", "truncate")  # of a stage
+FLAGS = ("temperature", "max_new_tokens")  # of a stage
 CONTENT = "§Thought: a\nAction: b§"
 
 
@@ -33,7 +33,6 @@ class Rendering:
     markov: bool = False
     # Texts that end an action, as the end of the turn does. ETO's own agents stop at these.
     stop: Sequence[str] = ("\nObservation:", "\nTask:", "\n---")
-    truncate: Literal["oldest"] | None = None  # turns to leave out beyond the model's context
     q_at_end: bool = True  # QNet reads Q at the token that ends the turn; else at the one before
     # The first messages that it was cloned with, if they are not the environment's own.
     instruction: str | None = None
@@ -50,6 +49,7 @@ class Rendering:
         """A checkpoint's, but for what the flags of a stage say."""
         file = Path(folder) / cls.FILE
         fields = read_json(file) if file.exists() else {}
+        fields.pop("truncate", None)  # which is no setting any more
         flags = {name: getattr(config, name, None) for name in FLAGS}
         return cls(**fields | {name: value for name, value in flags.items() if value is not None})
 
@@ -102,13 +102,9 @@ def any_of(texts: Iterable[str]) -> re.Pattern:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-class TooLong(UserError):
-    """A prompt and an action are more than the model's context."""
-
-
 class Chat:
     """Messages -> tokens, one list per message: a state's tokens begin those of every later state,
-    but where the environment is Markov, or --truncate leaves out old turns.
+    but where the environment is Markov, or old turns are left out beyond the model's context.
 
     The model's chat template is read once, as strings around the contents. Eq. (5) trains what the
     assistant writes, with `stop`, which ends the turn. A control token in a message is mere text.
@@ -161,13 +157,12 @@ class Chat:
                 lists.append(self.encode(past, before, content, template.ask))
         return lists
 
-    def action(self, text: str, task: str, prompt: int = 0) -> list[int]:
+    def action(self, text: str, task: str) -> list[int]:
         """Tokens of an action as the assistant writes it, with the token that ends its turn unless
-        Q is read before it; TooLong if they and `prompt` tokens exceed the model's context."""
+        Q is read before it."""
         template = self.template
         text = self.aids.mark(text.strip(), task)
         ids = self.encode(template.ask, template.lead, text, template.stop)
-        self._check(prompt, len(ids))
         return ids if self.rendering.q_at_end else ids[:-1]
 
     def text(self, ids: Sequence[int]) -> str:
@@ -184,38 +179,30 @@ class Chat:
         return self.aids.unmark(any_of(self.rendering.stop).split(text)[0]).strip()
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
-        """`message_tokens` of a prompt that leaves room for an action, or TooLong. With --truncate
-        oldest, the oldest turns are left out as far as need be."""
+        """`message_tokens` of a prompt that leaves room for an action: the oldest turns are left
+        out as far as need be."""
         lists = self.message_tokens(state)
-        length, action = sum(map(len, lists)), self.rendering.max_new_tokens
-        front = self.stays(state) if self.rendering.truncate else len(lists)
         # As an action, a text that was cut at its limit has one token more: the end of its turn.
-        while length + action + 1 > self.context and len(lists) > front + 2:
+        room = self.context - self.rendering.max_new_tokens - 1
+        length, front = sum(map(len, lists)), self.stays(state)
+        while length > room and len(lists) > front + 2:
             length -= len(lists.pop(front)) + len(lists.pop(front))
-        self._check(length, action)
+        if length > room:
+            problem = f"the shortest prompt has {length:,} tokens, and the model room for {room:,}"
+            raise UserError(f"{problem} (--max-new-tokens is an action's)")
         return lists
 
     def prompt(self, state: State) -> list[int]:
         return list(itertools.chain(*self.prompt_tokens(state)))
 
-    def _check(self, prompt: int, action: int) -> None:
-        if prompt + action > self.context:
-            raise TooLong(
-                f"a prompt of {prompt:,} tokens and an action of {action:,} are more than the "
-                f"model's context of {self.context:,}: --truncate oldest leaves out old turns"
-            )
+    def pair(self, state: State, action: str) -> list[int]:
+        """Tokens of (s, a), as QNet reads them."""
+        return self.prompt(state) + self.action(action, state.task)
 
     def stays(self, state: State) -> int:
         """How many lists at the front of a prompt are never cut: instruction, agreement, task."""
         return 1 + self.aids.opening(state.messages) * self.aids.keep_instruction
 
     def is_cut(self, state: State) -> bool:
-        """Does its prompt lack what --truncate leaves out?"""
+        """Does its prompt lack old turns?"""
         return len(self.prompt_tokens(state)) < len(self.message_tokens(state))
-
-    def fits(self, state: State, action: str) -> bool:
-        """Can the model read this state, cut as --truncate says, and write any action, and this?"""
-        try:
-            return bool(self.action(action, state.task, len(self.prompt(state))))
-        except TooLong:
-            return False

@@ -78,8 +78,8 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     for line in lines:
         unread |= line.keys() - records.Demonstration.__annotations__
         state = State.load(line["messages"], line.get("task", ""))
-        fields = {name: line[name] for name in ("reward", "source") if name in line}
-        expert.append(Demonstration(line.get("task_id"), state, **fields))
+        source = line.get("source", "expert")
+        expert.append(Demonstration(line.get("task_id"), state, line.get("reward"), source))
         if not expert[-1].actions:
             raise UserError(f"{path}: demonstration {len(expert)} has no action")
     if not expert:
@@ -88,8 +88,6 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
         warn(f"{path}: {', '.join(sorted(unread))} is not read (an outcome is a `reward`)")
     if unnamed := [tau for tau in expert if tau.task_id is None]:
         warn(f"{path}: {len(unnamed)} have no task_id, so they may be of test tasks")
-    if not any("Action:" in text for tau in expert for text in tau.actions):
-        warn(f'{path}: no message has "Action:", so each is an action as a whole')
     return expert
 
 

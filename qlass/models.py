@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from torch import nn
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.outputs import atomic, read_json, warn
+from qlass.records import one_line
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 POSITIONS = ("default", "linear", "llama3", "yarn")  # kinds of RoPE that a cache may extend
-SUPPORTED = "supported: causal LMs in safetensors with a chat template (docs/models.md)"
+SUPPORTED = " (supported: causal LMs in safetensors with a chat template, docs/models.md)"
 PROBE = "Thought: 1/2 of $9.50\nAction: click[Buy Now]"
 
 hf.utils.logging.disable_progress_bar()
@@ -38,15 +38,11 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 def device_and_precision(config: Any) -> tuple[torch.device, str]:
     """--device, else this process's GPU or, without any, the CPU. --precision, else bf16 on a GPU
     and float32 on a CPU, of which few have bf16 arithmetic."""
-    name = config.device
-    if name is None:
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    usable = ["cpu"]
-    if torch.cuda.is_available():
-        usable += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    if name not in usable:
-        raise UserError(f"--device {name}: choose one of {', '.join(usable)}")
-    place = torch.device(name)
+    place = torch.device("cpu")
+    if torch.cuda.is_available() and config.device != "cpu":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    elif config.device == "cuda":
+        raise UserError("--device cuda: torch sees no GPU")
     precision = config.precision
     if precision is None:
         precision = "bf16" if place.type == "cuda" and has_bf16(place) else "float32"
@@ -60,15 +56,6 @@ def has_bf16(place: torch.device) -> bool:
     if major < 8:
         warn(f"compute capability {major}.{minor} has no bf16: --precision float32 is taken")
     return major >= 8
-
-
-@contextlib.contextmanager
-def one_line_error(path: str | Path) -> Iterator[None]:
-    """One line for whatever a library says of a checkpoint that is not supported."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())[:300]} ({SUPPORTED})") from error
 
 
 # ---------------------------------------------------------------------------------------- loading
@@ -92,7 +79,7 @@ def load(
         options["quantization_config"] = hf.BitsAndBytesConfig(load_in_8bit=True)
     options |= {"device_map": {"": place}, "use_safetensors": True, "output_loading_info": True}
     chat = load_chat(path, config)
-    with one_line_error(path):
+    with one_line(path, SUPPORTED):
         if (Path(path) / "qnet.json").exists() and kind is hf.AutoModelForCausalLM:
             raise ValueError("a QNet, which is no agent")
         model, report = kind.from_pretrained(path, **options)
@@ -110,7 +97,7 @@ def load(
 
 def load_chat(path: str | Path, config: Any) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
-    with one_line_error(path):
+    with one_line(path, SUPPORTED):
         settings = hf.AutoConfig.from_pretrained(path).get_text_config()
         rope = getattr(settings, "rope_parameters", None) or {}
         if rope.get("rope_type", "default") not in POSITIONS:
@@ -171,7 +158,7 @@ def prepare_training(model: Any, config: Any, end: int | None = None) -> Any:
         updates = peft.LoraConfig(
             r=config.lora, lora_alpha=2 * config.lora, target_modules="all-linear"
         )
-        with one_line_error(model.name_or_path):
+        with one_line(model.name_or_path, SUPPORTED):
             adapter = peft.get_peft_model(model, updates)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

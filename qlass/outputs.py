@@ -160,11 +160,8 @@ def checkpoint(name: str | Path) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    try:
+    with one_line(f"{name}: no such folder, and not on the hub"):
         return Path(snapshot_download(str(name), allow_patterns=list(LOADED)))
-    except (OSError, ValueError) as error:
-        problem = str(error).splitlines()[0]
-        raise UserError(f"{name}: no such folder, and not on the hub: {problem}") from error
 
 
 def default_run(env: str) -> Path:

@@ -84,12 +84,12 @@ class Label(Node):
 
 
 @contextlib.contextmanager
-def one_line(place: object) -> Iterator[None]:
-    """UserError, in one line that names the place, for what can't be read."""
+def one_line(place: object, way_out: str = "") -> Iterator[None]:
+    """UserError, in one line that names the place, for whatever a library says of what is there."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{place}: {' '.join(str(error).split())[:300]}") from None
+    except Exception as error:
+        raise UserError(f"{place}: {' '.join(str(error).split())[:300]}{way_out}") from error
 
 
 def read(path: Path, kind: type[L], convert: Callable[[Any], Any] | None = None) -> Iterator[L]:

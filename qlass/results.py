@@ -72,16 +72,15 @@ def costs_of(
     read = sum(len(chat.action(action, state.task)) for state, action in by_qnet)
     generated = sum(candidate.tokens for step in steps for candidate in step.samples)
     tokens = {"prompt": prompt, "generated": generated, "scored": read and prompt + read}
-    costs: dict[str, Any] = {"tokens": tokens}
-    if chat.rendering.truncate:
-        costs["cut_prompts"] = len([step for step in steps if chat.is_cut(step.state)])
-    return costs
+    cut_prompts = len([step for step in steps if chat.is_cut(step.state)])
+    return {"tokens": tokens, "cut_prompts": cut_prompts}
 
 
 def environment_tokens(chat: Chat, episodes: Any) -> int:
     """Tokens of the environment's words: all of a first state, then each last message.
 
-    Where the oldest turns are left out, what follows them is read again, the agent's words too.
+    Where the oldest turns are left out beyond the model's context, what follows them is read again,
+    the agent's words too.
     """
     tokens: dict[State, int] = {}
     for states in episodes:

@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from qlass.messages import State, uniforms
 from qlass.models import load_chat
 from qlass.outputs import meta_of, warn
 from qlass.policy import QUESTION
+from qlass.records import one_line
 
 ENDS = ("stop", "length")  # of a reply that was not given up
 TRIES = 80  # after waits of 0.5, 1, 2, 4, 8, 8, ... seconds
@@ -38,17 +39,14 @@ class Server:
         address, _, name = url.partition("#")
         key = os.environ.get("OPENAI_API_KEY", "none")
         self.url = url
-        self.errors = openai.OpenAIError
         self.width = width or 64
         self.client = openai.OpenAI(base_url=address, api_key=key, max_retries=TRIES)
         self.model = name or self.only_model()
 
     def ask(self, method: Callable, **body: Any) -> Any:
         """The reply of a method of the client."""
-        try:
+        with one_line(self.url):
             return method(**body)
-        except self.errors as error:
-            raise UserError(f"{self.url}: {' '.join(str(error).split())[:300]}") from error
 
     def only_model(self) -> str:
         """The name of the one model that it has."""
@@ -66,13 +64,6 @@ class Server:
         if tokens_read != len(prompt) or choice.finish_reason not in ENDS:
             raise UserError(f"{self.url}: reads {len(prompt)} tokens as {reply.usage}: {choice}")
         return choice, reply.usage
-
-    def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> tuple[Any, Any]:
-        """A chat completion; messages are (role, content)."""
-        talk = State(tuple(messages)).dump()
-        body = {"model": self.model, "messages": talk, **options}
-        reply = self.ask(self.client.chat.completions.create, **body)
-        return reply.choices[0], reply.usage
 
     def side_by_side(self, function: Callable, groups: list[list[tuple]]) -> list[list[Any]]:
         """What the function gives for each tuple of arguments, in groups as these are."""
@@ -149,7 +140,7 @@ class ServedPolicy:
     def likelihood(self, state: State, action: str) -> float:
         """log pi(a | s) of one text, in nats."""
         prompt = self.chat.prompt(state)
-        ids = self.chat.action(action, state.task, len(prompt))
+        ids = self.chat.action(action, state.task)
         more = {"prompt_logprobs": 0}
         choice, _ = self.server.complete(prompt + ids, max_tokens=1, extra_body=more)
         logprobs = getattr(choice, "prompt_logprobs", None)
@@ -177,11 +168,7 @@ class ServedQNet:
 
     def values(self, request: Score) -> list[float]:
         """The value at each text's last token: an embedding of one number."""
-        prompt = self.chat.prompt(request.state)
-        texts = []
-        for action in request.actions:
-            ids = self.chat.action(action, request.state.task, len(prompt))
-            texts.append(prompt + ids)
+        texts = [self.chat.pair(request.state, action) for action in request.actions]
         body = {"model": self.server.model, "input": texts}
         reply = self.server.ask(self.server.client.embeddings.create, **body)
         entries = sorted(reply.data, key=lambda entry: entry.index)

@@ -7,7 +7,6 @@ class, where the paper's settings stand.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, Validation
 from tyro.conf import UseAppendAction
 
 from qlass import UserError, presets
-from qlass.outputs import LAYOUT, default_run, read_json, warn
+from qlass.outputs import LAYOUT, default_run, read_json
 
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UNNAMED = Path("runs/ENV")
@@ -62,7 +61,7 @@ class Model(Run):
 
     load_in: Literal["4bit", "8bit"] | None = None  # bits per weight (bitsandbytes)
     precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
-    device: str | None = runtime(None)  # the GPU, or without one the CPU
+    device: Literal["cpu", "cuda"] | None = runtime(None)  # the GPU, or without one the CPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,6 @@ class Prompt(Model):
     """What a prompt depends on, which agent and QNet must share."""
 
     max_new_tokens: PositiveInt | None = None  # of an action (the checkpoint's: 256; tiny: 48)
-    truncate: Literal["oldest"] | None = None  # leave out old turns beyond the context
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,8 +151,6 @@ def check_bounds(config: Run) -> None:
 def read_run(run: Path) -> dict[str, Any]:
     """RUN/run.json: environment, options, seed, preset; of a new run nothing."""
     file = run / "run.json"
-    if not file.exists() and any(run.glob("*.meta.json")):
-        warn(f"{file} is missing: this command takes {run} for a new run")
     values = read_json(file) if file.exists() else {}
     if values and values.get("layout") != LAYOUT:
         raise UserError(f"{file}: of another version of this code: give another --run")
@@ -168,9 +164,6 @@ def run_stage(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("stopped; the same command resumes", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

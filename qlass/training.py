@@ -32,6 +32,7 @@ from qlass.outputs import (
     write_json,
     write_jsonl,
 )
+from qlass.records import one_line
 from qlass.settings import Learning
 
 T = TypeVar("T")
@@ -236,7 +237,8 @@ class Training:
 
     def load(self, name: str) -> None:
         """Take model, optimizer, random numbers and log from a state."""
-        state = torch.load(self.states / name, map_location="cpu", weights_only=True)
+        with one_line(self.states / name, " (delete it to begin again)"):
+            state = torch.load(self.states / name, map_location="cpu", weights_only=True)
         trained, moments, random, self.lines = state
         self.model.load_state_dict(trained, strict=False)  # not the frozen ones
         self.optimizer.load_state_dict(moments)

@@ -22,17 +22,16 @@ def read_trees(path: Path, kind: Any = Node) -> Iterator[list[dict]]:
     for task, lines in itertools.groupby(read(path, kind), itemgetter("task_id")):
         tree: list[dict] = list(lines)
         nodes = tree[0].get("nodes")
-        if len(tree) != nodes or task in tasks:
-            problem = f"{len(tree)} lines, and `nodes` is {nodes}"
-            raise UserError(f"{path}: task {task}: {problem if task not in tasks else 'twice'}")
+        if task in tasks or len(tree) != nodes:
+            raise UserError(f"{path}: task {task}: its lines are not one tree of {nodes} nodes")
         tasks.add(task)
-        numbers: set[int] = set()
+        before: set[int | None] = {None}  # the parents that a node may have
         for node in tree:
-            number, parent = node["node_id"], node["parent_id"]
-            follows = parent in numbers and node["action"] is not None
-            if number in numbers or not (follows if numbers else parent is None):
+            number = node["node_id"]
+            if node["parent_id"] not in before or number in before:
                 raise UserError(f"{path}: task {task}: node {number} has no parent before it")
-            numbers.add(number)
+            before.discard(None)
+            before.add(number)
         yield tree
 
 

@@ -48,7 +48,7 @@ for seed; do  # what is planned
     else
         with_qnet rank "with rank weight" 2 4 6 --
         with_qnet all "by Eq. 11" 6 -- --loss-on all --rank-weight 0
-        search --qnet "$RUN/qnet-rank" "${of_rank[@]}, candidates that differ" --method qlass -M 4 --distinct \
+        compare --qnet "$RUN/qnet-rank" "${of_rank[@]}, candidates that differ" --method qlass -M 4 --distinct \
             "${play[@]}" --out "$RUN/results-distinct.jsonl"
     fi
     search --qnet "$RUN/qnet-rank" "${of_rank[@]}" --method best_of_n -N 6 "${play[@]}" \

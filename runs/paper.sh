@@ -39,7 +39,6 @@ sft=(--model "$MODEL" "${fits[@]}")
 trees=("${play[@]}")  # of all tasks that were cloned (of ALFWorld's games a tenth is the split "val")
 qnet=("${fits[@]}")
 searches=("${play[@]}") M=(2) N=(2 4 6)
-long=(--truncate oldest)  # 40 steps, a demonstration's in a tree too, may be more than Llama-2's 4,096 tokens
 
 begin() {  # ENVIRONMENT FLAG...: a run folder of the experiment
     RUN=${run:-runs/paper-$1-$NAME}
@@ -86,16 +85,16 @@ case $ENV in
     alfworld)
         begin alfworld --env-option "data=$ALFWORLD_DATA" --env-option "instruction=$ETO/alfworld_inst.txt"
         sft+=(--expert "$ETO/alfworld_sft.json")
-        trees+=(--rollouts "$ROLLOUTS" "${long[@]}") qnet+=("${long[@]}")
+        trees+=(--rollouts "$ROLLOUTS")
         pipeline
-        for split in valid_seen valid_unseen; do policies --split $split "${long[@]}"; done
+        for split in valid_seen valid_unseen; do policies --split $split; done
         "$PYTHON" -m reporting --run "$RUN" ;;
     sciworld | table4)  # with ETO's eval_agent/data/sciworld, its splits, as ETO/sciworld
         begin sciworld --env-option "split_file=$ETO/sciworld" --env-option "instruction=$ETO/sciworld_inst.txt"
         sft+=(--expert "$ETO/sciworld_sft.json")
-        trees+=(--rollouts "$ROLLOUTS" "${long[@]}") qnet+=("${long[@]}")
+        trees+=(--rollouts "$ROLLOUTS")
         pipeline
-        for split in test_seen test_unseen; do policies --split $split "${long[@]}"; done
+        for split in test_seen test_unseen; do policies --split $split; done
         "$PYTHON" -m reporting --run "$RUN" ;;
     fig4)
         webshop
@@ -120,7 +119,7 @@ case $ENV in
             files+=("$RUN/results-$episode.jsonl")
             "$PYTHON" -m experiments.compare --env integrations.qlass_evaluation:ALFWorld --preset paper --run "$RUN" \
                 --seed $episode --env-option "data=$ALFWORLD_DATA" --env-option "instruction=$ETO/alfworld_inst.txt" \
-                --env-option "example=$ETO/alfworld_icl.json" --split valid_seen "${long[@]}" \
+                --env-option "example=$ETO/alfworld_icl.json" --split valid_seen \
                 --method sample qlass oracle_lookahead -M 2 --out "$RUN/results-$episode.jsonl" "${searches[@]}"
         done
         "$PYTHON" -m integrations.qlass_evaluation "${files[@]}" ;;

@@ -28,7 +28,7 @@ for ((seed = 21; seed < 21 + SEEDS; seed++)); do
     compare --method greedy sample likeliest oracle_step -M "${sizes[@]}" --out "$RUN/results-agent.jsonl"
     paper=(--qnet "$RUN/qnet") new=(--qnet "$RUN/qnet-rank" --label rank)
     search "${paper[@]}" --method qlass -M "${sizes[@]}" --out "$RUN/results-paper.jsonl"
-    search "${new[@]}" --method qlass -M 4 --distinct --out "$RUN/results-rank.jsonl"
+    compare "${new[@]}" --method qlass -M 4 --distinct --out "$RUN/results-rank.jsonl"
     search "${new[@]}, draws as they are" --method qlass -M "${sizes[@]}" --out "$RUN/results-rank-plain.jsonl"
     search "${paper[@]}" --method best_of_n -N "${episodes[@]}" --out "$RUN/results-paper-best.jsonl"
     search "${new[@]}" --method best_of_n -N "${episodes[@]}" --out "$RUN/results-rank-best.jsonl"

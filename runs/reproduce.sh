@@ -41,7 +41,7 @@ main() {  # every policy on the test tasks
             compare --limit 0 --method all -M 2 4
             trees_best --limit 0 ;;
         sciworld)  # of the 24 tasks that ETO and the paper have, one to six variations of each
-            local some=(--limit 96 --truncate oldest)  # a long episode of a random player is beyond the model's context
+            local some=(--limit 96)
             compare "${some[@]}" --method rule expert greedy sample random likeliest qlass -M 4
             search "${some[@]}" --method best_of_n ;;
         frozenlake)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from fakes import FakeEnv, dump, word_chat
+from fakes import FakeEnv, dump
 from test_bellman import node
 
 import bellman
@@ -54,18 +54,17 @@ OUT_OF_TURN = {
 READERS = {
     "expert.jsonl": lambda path: read(path, FakeEnv()),
     "trees.jsonl": lambda path: bellman.main(["--trees", str(path), "--run", str(path.parent / "run")]),
-    "q_labels.jsonl": lambda path: read_pairs(path, word_chat(), None),
+    "q_labels.jsonl": lambda path: read_pairs(path, None),
     "results.jsonl": lambda path: list(lines_of(path)),
     "ranges.csv": read_ranges,
 }
 BAD = {
     "trees.jsonl": [
-        (tree(ROOT, LEAF).splitlines()[0] + "\n", ": task t: 1 lines, and `nodes` is 2"),
-        (tree(ROOT, LEAF) * 2, ": task t: 4 lines, and `nodes` is 2"),
-        (tree(ROOT, LEAF) + tree(*OTHER) + tree(ROOT, LEAF), ": task t: twice"),
+        (tree(ROOT, LEAF).splitlines()[0] + "\n", ": task t: its lines are not one tree of 2 nodes"),
+        (tree(ROOT, LEAF) * 2, ": task t: its lines are not one tree of 2 nodes"),
+        (tree(ROOT, LEAF) + tree(*OTHER) + tree(ROOT, LEAF), ": task t: its lines are not one tree of 2 nodes"),
         (tree(ROOT, LEAF | {"node_id": 2, "parent_id": 1}, LEAF), ": task t: node 2 has no parent before it"),
         (tree(ROOT, LEAF, LEAF), ": task t: node 1 has no parent before it"),
-        (tree(ROOT, LEAF | {"action": None}), ": task t: node 1 has no parent before it"),
         (dump([ROOT | {"nodes": 2}, 5]), ":2: "),
         *((tree(ROOT, LEAF | {name: value}), f":2: 1 validation error for Node {name}") for name, value in NO_NODE),
     ],

@@ -254,7 +254,6 @@ def test_trees_of_the_cloned_tasks_have_their_demonstrations(build, agent, tmp_p
     assert tasks_of(text) == ["train1", "train3"]
     shown_steps = [node["action"] for node in nodes_of(text) if node["expert"]]
     assert shown_steps == ["Action: right"] * 2  # a step each, not the expert's way
-    assert "2 of 2 demonstrations earn another reward than their file says" in capsys.readouterr().err
     with pytest.raises(UserError, match="no training task has a demonstration"):
         build("--tasks", "cloned", out="none.jsonl")
     assert "its demonstrations are not at hand (--expert)" in capsys.readouterr().err

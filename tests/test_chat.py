@@ -1,20 +1,15 @@
 """States, actions, marks and how they become tokens under the chat templates of real model families."""
 
-from contextlib import nullcontext
 
 import pytest
-from fakes import CHATML, LLAMA_2, TEMPLATES, chat_tokenizer, tiny_backbone, tiny_lm, word_chat
+from fakes import CHATML, LLAMA_2, TEMPLATES, chat_tokenizer, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qlass import UserError
-from qlass.batching import LogProb, Sample, Score
 from qlass.chat import Chat, Rendering
-from qlass.fast.decode import FastPolicy
 from qlass.messages import State, parse_action, react, uniforms
-from qlass.policy import Policy
 from qlass.tiny import MARK, mark, sentence
-from train_qnet import QNet, scorer
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
 MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=True))
@@ -173,19 +168,18 @@ def test_control_tokens_in_a_message_stay_text(name):
 
 def test_prompts_beyond_the_context():
     chat = word_chat(max_new_tokens=5)
-    chat.context = 40  # and so 35 of a prompt
+    chat.context = 40  # and so 34 of a prompt
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "")
     for _ in range(6):
         state = state.then("Action: left", "Observation: nothing happens")
-    length = sum(map(len, chat.message_tokens(state)))
-    with pytest.raises(UserError, match=rf"{length} tokens.*5 are more than.*40.*--truncate oldest"):
-        chat.prompt_tokens(state)
-    chat.rendering.truncate = "oldest"
     for stays, asked in ((3, state), (1, State(state.messages[2:], ""))):  # whose first message tells all of it
         lists, whole = chat.prompt_tokens(asked), chat.message_tokens(asked)
-        assert chat.is_cut(asked) and sum(map(len, lists)) <= 35
+        assert chat.is_cut(asked) and sum(map(len, lists)) <= 34
         assert lists == whole[:stays] + whole[stays - len(lists) :]  # instruction, task and the newest turns
-        assert sum(map(len, lists + whole[stays : stays + 2])) > 35  # no more than had to go
+        assert sum(map(len, lists + whole[stays : stays + 2])) > 34  # no more than had to go
+    chat.context = 15
+    with pytest.raises(UserError, match=r"the shortest prompt has \d+ tokens, and the model room for 9"):
+        chat.prompt(state)
 
 
 def test_a_template_thinks_in_no_turn_and_has_the_same_date_every_day():
@@ -209,23 +203,3 @@ def test_a_template_thinks_in_no_turn_and_has_the_same_date_every_day():
 def test_a_template_that_writes_later_turns_otherwise_or_ends_none_is_refused(template):
     with pytest.raises(UserError, match="chat template does not write all turns alike"):
         chat_of(template)
-
-
-@pytest.mark.parametrize("kind", [FastPolicy, Policy])
-def test_an_action_beyond_the_context_is_an_error(kind):
-    """An action may be longer than --max-new-tokens; what is behind the context a model would read without a word."""
-    chat = word_chat(max_new_tokens=5)
-    chat.context = 20
-    agent, qnet = kind(tiny_lm(chat), chat), scorer(QNet(tiny_backbone(chat), chat).eval(), plain=kind is Policy)
-    state = State((("user", "walk find the purse"), ("assistant", "OK"), ("user", "you stand")), "")
-    room = 20 - len(chat.prompt(state)) - 2  # "Action:" and the end
-    for words in (room, room + 1):
-        action = "Action: " + "left " * words
-        message = f"action of {words + 2} are more than the model's context of 20: --trunc"
-        for reader, request in (
-            (agent.likelihoods, LogProb(state, (action,))),
-            (agent.sample, Sample(state, 1, ("a",), 1.0, ("Action: left", action))),
-            (qnet.score, Score(state, (action,))),
-        ):
-            with nullcontext() if words == room else pytest.raises(UserError, match=message):
-                reader([request])

@@ -8,8 +8,9 @@ import pytest
 from fakes import FakeEnv, Script, path_of, run, say, true_q, word_chat
 
 import q_search
+from experiments.compare import Distinct
 from q_search import Method
-from qlass import UserError, models
+from qlass import models
 from qlass.batching import Sample, Score
 from qlass.messages import parse_action
 from qlass.results import tell_unknown
@@ -93,7 +94,7 @@ def test_equal_draws_are_one_candidate():
     ],
 )
 def test_candidates_are_drawn_until_m_differ(draws, candidates, drawn):
-    method = Method("qlass", "q", M=2, distinct=True)
+    method = Distinct("qlass", "q", M=2)
     _, asked = play("test0", method, Script({(): f"{draws} left left left left left"}), onward(0))
     first = [r for r in asked if isinstance(r, Sample) and not path_of(r.state)]
     assert sum(r.n for r in first) == drawn and len({r.key for r in first}) == len(first)
@@ -221,15 +222,13 @@ def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted
 
     def of_32_tokens(*arguments):
         chat = load_chat(*arguments)
-        chat.context = 32  # 20 tokens, and 12 of an action
+        chat.context = 32  # 19 tokens, and 12 of an action and its end
         return chat
 
     monkeypatch.setattr(models, "load_chat", of_32_tokens)
     monkeypatch.setattr("qlass.chat.Chat.stays", lambda *_: 1)  # as where the first message tells all
     asked = ("--method", "greedy", "qlass")
-    with pytest.raises(UserError, match=r"more than the model's context of 32: --truncate oldest"):
-        search(*asked)
-    records = search(*asked, "--truncate", "oldest", out="cut.jsonl")
+    records = search(*asked, out="cut.jsonl")
     for r in records:  # what the environment says first: 3 + 6; then each prompt without its first turns: 3 + 8, 3 + 9
         assert r["cut_prompts"] == r["n_steps"] - 1
         assert r["tokens"]["prompt"] == 9 + sum([11, 12][: r["n_steps"] - 1])

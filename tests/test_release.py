@@ -101,7 +101,7 @@ def test_search_by_the_published_weights(release, made):
     name, folder = release
     argv = ["--env", "integrations.qlass_evaluation:ALFWorld", *prompt_files(), "--env-option", f"data={made}"]
     argv += ["--run", str(folder / "run"), "--split", "valid_seen", "--limit", "1", "--overwrite"]
-    q_search.main([*argv, "--max-steps", "3", "--max-new-tokens", "8", "--truncate", "oldest"])
+    q_search.main([*argv, "--max-steps", "3", "--max-new-tokens", "8"])
     [line] = read_jsonl(folder / "run" / "results.jsonl")
     env = ALFWorldEnv(made)
     observation, _ = env.reset(options={"task_id": line["task_id"]})

@@ -366,9 +366,3 @@ def test_a_demonstration_is_shown_and_replayed(record, says, not_said, tmp_path,
     assert len(writes) == 6 and writes[-1].endswith(": right<end>")  # a thought and an action each
     with pytest.raises(UserError, match=r"--number 3: .*expert\.jsonl has 2 demonstrations"):
         demonstration.main([*show, "--number", "3"])
-
-
-def test_a_file_without_any_action_is_told(tmp_path, fake_world, capsys):
-    write(tmp_path / "expert.jsonl", [ACT])
-    demonstration.main(["--env", "frozenlake", "--run", str(tmp_path)])
-    assert 'no message has "Action:", so each is an action as a whole' in capsys.readouterr().err

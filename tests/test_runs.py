@@ -155,7 +155,7 @@ def test_hyperparameters_of_table_5_and_protocols_of_the_paper(
     has(qnet, epochs=2, lr=1e-5, batch=64, loss_on="all", rank_weight=0, lora=None, max_tokens=4096)
     assert {search.split for search in calls["q_search.py"]} == splits
     for search in calls["q_search.py"]:
-        has(search, run=sft.run, temperature=None, truncate=None if script == "webshop" else "oldest")
+        has(search, run=sft.run, temperature=None)
         best_of_n = search.method == ("best_of_n",)
         assert best_of_n or search.method == ("greedy", "qlass")
         has(search, seed=0, limit=0, skip=0, max_steps=None, **({"N": N} if best_of_n else {"M": M, "N": (1,)}))

@@ -202,15 +202,17 @@ def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, mo
     train(there)
 
 
-def test_the_demonstrations_of_a_checkpoint_move_with_its_run(clone, tmp_path):
+def test_the_demonstrations_of_a_checkpoint_are_found_from_its_run_or_asked_for(clone, tmp_path, capsys):
     expert = tmp_path / "elsewhere" / "eto.json"
     expert.parent.mkdir()
     expert.write_text(json.dumps([ETO] * 3))
     clone("--expert", str(expert), "--n-expert", "2", out="run/sft")
-    shutil.rmtree(expert.parent)
-    (tmp_path / "run").rename(tmp_path / "moved")
-    path, given = demonstrations.demonstrations_of(tmp_path / "moved" / "sft")
+    moved = (tmp_path / "run").rename(tmp_path / "moved") / "sft"
+    path, given = demonstrations.demonstrations_of(moved)
     assert given == 2 and len(read(path, FakeEnv())) == 3
+    expert.unlink()
+    assert demonstrations.by_task(None, moved, FakeEnv()) == (None, {})
+    assert "moved/sft: its demonstrations are not at hand (--expert)" in capsys.readouterr().err
 
 
 def test_of_actions_behind_which_the_turn_ends_the_share_by_hand(monkeypatch):

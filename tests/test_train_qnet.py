@@ -20,7 +20,7 @@ from qlass.outputs import meta_of
 from qlass.pairs import Pair, families, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
 from qlass.training import Training
-from train_qnet import QNet, family_loss, read_pairs
+from train_qnet import QNet, family_loss
 
 
 def labelled_tree(task: str = "train0", **options) -> list[dict]:
@@ -186,18 +186,6 @@ def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, m
         train()
     train("--plain")
     assert 0 <= meta_of(tmp_path / "qnet")["held_out"]["sibling_accuracy"] <= 1
-
-
-def test_pairs_beyond_the_context_are_left_out_or_cut(tmp_path, monkeypatch, capsys):
-    (tmp_path / "labels.jsonl").write_text(dump(labelled_tree()))
-    chat = word_chat()
-    chat.context = 30
-    monkeypatch.setattr(Chat, "stays", lambda *_: 1)  # as where the first message tells all
-    _, [few] = read_pairs(tmp_path / "labels.jsonl", chat, None)
-    assert 0 < len(few) < len(TREE)
-    assert f"{len(TREE) - len(few)} pairs are beyond the context" in capsys.readouterr().err
-    chat.rendering.truncate = "oldest"
-    assert read_pairs(tmp_path / "labels.jsonl", chat, None) == (["train0"], [TREE])
 
 
 def test_the_trees_of_every_tenth_task_are_held_out():

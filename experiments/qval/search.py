@@ -62,7 +62,7 @@ def planned(config: Config, context: Context) -> list[Steered]:
         own = {"player": name, "looks": name in PEEKING, "entry": entry, "context": context}
         for m, n in product(config.M, config.N or (1,)):
             select = config.select if n > 1 else None
-            plan.append(Steered("scorer", "score", m, n, select, distinct=config.distinct, **own))
+            plan.append(Steered("scorer", "score", m, n, select, **own))
     return plan
 
 

@@ -61,8 +61,7 @@ def pack_pairs(
     for family in families:
         texts = []
         for pair in family:
-            prompt = chat.prompt(pair.state)
-            texts.append(prompt + chat.action(pair.action, pair.state.task, len(prompt)))
+            texts.append(chat.pair(pair.state, pair.action))
         if group and len(tree) + tree.growth(*texts) > max_tokens:
             yield pack(tree, group, loss_on)
             tree = TokenTree()
