@@ -33,8 +33,8 @@ clean:
 
 # torch first and alone: its CPU build where one is at hand, and nothing later may replace it.
 $(VENV)/.installed: requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-		echo "error: $$($(PYTHON) --version 2>&1) is too old: PYTHON=python3.12 make demo names Python 3.10 or newer" && exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: $$($(PYTHON) --version 2>&1) is too old: PYTHON=python3.12 make demo names Python 3.11 or newer" && exit 2; }
 	@echo "Packages go into $(VENV), which takes about two minutes."
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install $$(grep '^torch==' requirements.txt)

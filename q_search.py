@@ -63,8 +63,8 @@ class Config(Sampling):
     plays_elsewhere: ClassVar[bool] = True
 
     method: tuple[Name, ...] = runtime(("qlass",))  # one or more
-    M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = runtime((2,))  # candidates per step
-    N: Annotated[tuple[PositiveInt, ...], arg(aliases=["-N"])] = runtime(())  # episodes (1; best_of_n: 4)
+    M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = runtime((2,))  # candidates
+    N: Annotated[tuple[PositiveInt, ...], arg(aliases=["-N"])] = runtime(())  # (1; best_of_n: 4)
     select: Literal["q", "oracle"] = runtime("q")  # which of N episodes counts
     split: str = runtime("test")  # tasks to play
     limit: NonNegativeInt = runtime(0)  # number of tasks (0: all)

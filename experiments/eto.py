@@ -36,16 +36,16 @@ from qlass.demonstrations import Demonstration, by_task
 from qlass.messages import State, replay
 from qlass.outputs import Inputs, find_or_make
 from qlass.pairs import GAP, families, pairs_of
-from qlass.presets import LORA, TINY
+from qlass.presets import PRESETS
 from qlass.records import Label
 from qlass.settings import read_settings, run_stage, runtime
 from qlass.trees import read_trees
 
 # Learning rates; the tiny model's were chosen on validation tasks.
-LORA["eto"] = {"lr": 1e-5}
-TINY["any"]["eto"] = {"lr": 1e-4}
-TINY["webshop"]["eto"] = {"lr": 2e-5}
-TINY["alfworld"]["eto"] = {"lr": 3e-5}
+PRESETS["lora"]["eto"] = {"lr": 1e-5}
+PRESETS["tiny"]["any"]["eto"] = {"lr": 1e-4}
+PRESETS["tiny"]["webshop"]["eto"] = {"lr": 2e-5}
+PRESETS["tiny"]["alfworld"]["eto"] = {"lr": 3e-5}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

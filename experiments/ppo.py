@@ -35,7 +35,7 @@ from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.messages import State
 from qlass.outputs import Inputs, find_or_make, meta_of, shared_flags
 from qlass.pairs import states_of
-from qlass.presets import LORA, TINY
+from qlass.presets import PRESETS
 from qlass.records import Label
 from qlass.settings import read_settings, run_stage, runtime
 from qlass.trees import read_trees
@@ -46,9 +46,9 @@ PASSES = 10  # a token: Tree-GRPO's 6; the critic before the update, and its upd
 
 
 # Learning rates; the tiny model's were chosen on validation tasks.
-LORA["ppo"] = {"lr": 1e-5}
-TINY["any"]["ppo"] = {"lr": 3e-4, "critic_lr": 1e-3}
-TINY["alfworld"]["ppo"] = {"lr": 1e-4}
+PRESETS["lora"]["ppo"] = {"lr": 1e-5}
+PRESETS["tiny"]["any"]["ppo"] = {"lr": 3e-4, "critic_lr": 1e-3}
+PRESETS["tiny"]["alfworld"]["ppo"] = {"lr": 1e-4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

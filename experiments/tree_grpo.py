@@ -34,7 +34,7 @@ from qlass.batching import ask
 from qlass.chat import Rendering
 from qlass.messages import State, uniforms
 from qlass.outputs import find_or_make
-from qlass.presets import LORA, TINY
+from qlass.presets import PRESETS
 from qlass.settings import read_settings, run_stage
 
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
@@ -43,9 +43,9 @@ PASSES = 6  # a token: the rollout, the old agent, the reference, and an update
 
 
 # Learning rates, which decide everything; the tiny model's were chosen on validation tasks.
-LORA["tree_grpo"] = {"lr": 1e-5}
-TINY["any"]["tree_grpo"] = {"lr": 3e-4}
-TINY["alfworld"]["tree_grpo"] = {"lr": 1e-4}
+PRESETS["lora"]["tree_grpo"] = {"lr": 1e-5}
+PRESETS["tiny"]["any"]["tree_grpo"] = {"lr": 3e-4}
+PRESETS["tiny"]["alfworld"]["tree_grpo"] = {"lr": 1e-4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

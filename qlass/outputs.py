@@ -232,7 +232,7 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     own = meta["recipe"].get("stage", config.stage) == config.stage
     differs = differences(meta["recipe"], recipe, inputs)
     if begun and differs and not (own and config.overwrite):
-        way_out = "another --out or --run keeps both, --overwrite makes what is this command's again"
+        way_out = "another --out or --run keeps both, --overwrite makes its own command's again"
         raise UserError(f"{output} was begun with {differs}: {way_out}")
     if config.overwrite:
         for path in (output, parts_folder(output), meta_path(output)):

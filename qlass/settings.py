@@ -1,6 +1,6 @@
 """Settings: one frozen dataclass per command is its flags, its --help, its defaults and its recipe.
 
-What no flag says comes from RUN/run.json, then from a preset (qlass/presets.py), then from the
+What no flag says comes from RUN/run.json, then from a preset (qlass/presets.toml), then from the
 class, where the paper's settings stand.
 """
 
@@ -40,7 +40,7 @@ class Run:
     env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
     env_option: UseAppendAction[tuple[str, ...]] = ()  # NAME=VALUE, of the environment
     run: Path = runtime(UNNAMED)  # folder of this run's files
-    preset: Literal["tiny", "paper"] | None = runtime(None)  # whose defaults (qlass/presets.py)
+    preset: Literal["tiny", "paper"] | None = runtime(None)  # whose defaults (qlass/presets.toml)
     seed: NonNegativeInt = 0  # of all random numbers
     overwrite: bool = runtime(False)  # make the output again from scratch
 
@@ -78,7 +78,7 @@ class Sampling(Prompt):
     temperature: Number | None = None  # else the checkpoint's own (0.7; tiny: 1)
     plain: bool = runtime(False)  # one sequence at a time, for recurrent models
     cache_gb: Number | None = runtime(None)  # GB for prompts (2; on a GPU a quarter of its memory)
-    in_flight: PositiveInt | None = runtime(None)  # trees or episodes side by side (64; sciworld: 4)
+    in_flight: PositiveInt | None = runtime(None)  # trees or episodes at once (64; sciworld: 4)
     server: str | None = runtime(None)  # URL[#MODEL] of an OpenAI-compatible server of the agent
 
 
@@ -122,17 +122,17 @@ def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = N
     defaults = presets.settings(config)
     config = parse(kind, doc, argv, kind(**shared | defaults))
     if run:
-        own = tuple(run["env_option"])
-        more = tuple(option for option in options if option not in own)
-        if config.env != run["env"] or (more and not kind.plays_elsewhere):
+        own = run["env_option"]
+        options = tuple(dict.fromkeys((*own, *options)))
+        if config.env != run["env"] or (len(options) > len(own) and not kind.plays_elsewhere):
             raise UserError(f"{folder} is of {' '.join([run['env'], *own])}: give another --run")
-        options = (*own, *more)
     elif not options:
         options = defaults.get("env_option", ())
     config = dataclasses.replace(config, env_option=options)
-    taken = {n: v for n, v in defaults.items() if getattr(config, n) == v and n != "preset"}
+    del defaults["preset"]
+    taken = [name for name, value in defaults.items() if getattr(config, name) == value]
     if taken:
-        shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in taken.items())
+        shown = ", ".join(f"{name.replace('_', ' ')} {defaults[name]}" for name in taken)
         print(f"settings of the {config.preset} preset, {config.env}: {shown}", file=sys.stderr)
     check_bounds(config)
     return config

@@ -1,9 +1,8 @@
 """The type of a line of results.jsonl, of whichever program."""
 
-from typing import Any
+from typing import Any, Required
 
 from pydantic import NonNegativeFloat
-from typing_extensions import Required
 
 from qlass.records import Line, Reward
 

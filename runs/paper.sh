@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The paper's experiments with a pretrained model on a GPU (docs/models.md: data, memory, hours). A run that begins with a
-# pretrained --model has the paper's settings (Table 5, App. A.2: qlass/presets.py); here is what our means change.
+# pretrained --model has the paper's settings (Table 5, App. A.2: qlass/presets.toml); here is what our means change.
 #   bash runs/paper.sh webshop      Table 2 and Fig. 3. The paper: SFT 63.1, best-of-N 67.9, QLASS 70.3 (tasks reworded by
 #                                   GPT-3.5; 65.3 without, in its first version). The same here with
 #                                   PARAPHRASER=https://api.openai.com/v1#gpt-3.5-turbo and OPENAI_API_KEY.

@@ -1,6 +1,5 @@
 """States, actions, marks and how they become tokens under the chat templates of real model families."""
 
-
 import pytest
 from fakes import CHATML, LLAMA_2, TEMPLATES, chat_tokenizer, word_chat
 from hypothesis import given, settings

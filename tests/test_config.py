@@ -95,7 +95,8 @@ def test_a_pretrained_model_has_the_papers_settings(agent):
 
 def test_every_setting_of_a_preset_is_one_of_its_stage():
     kinds = {"run": Run} | {module.Config.stage: module.Config for module in reversed(MODULES)}
-    for stages in [*presets.TINY.values(), *presets.PAPER.values(), presets.LORA]:
+    tables = presets.PRESETS
+    for stages in [*tables["tiny"].values(), *tables["paper"].values(), tables["lora"]]:
         for stage, settings in stages.items():
             fields = {field.name for field in dataclasses.fields(kinds.get(stage, q_search.Config))}  # as qval
             assert settings.keys() <= fields

@@ -32,11 +32,11 @@ from qlass.agent import set_first_messages
 from qlass.batching import LogProb, Models, Sample, drive
 from qlass.chat import FLAGS, Rendering
 from qlass.outputs import Inputs
-from qlass.presets import TINY
+from qlass.presets import PRESETS
 from qlass.settings import read_settings, run_stage, runtime
 
 for name in ("alfworld", "sciworld"):
-    TINY[name]["qval"] = {"split": TINY[name]["q_search"]["split"]}
+    PRESETS["tiny"][name]["qval"] = {"split": PRESETS["tiny"][name]["q_search"]["split"]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
