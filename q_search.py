@@ -70,7 +70,7 @@ class Config(Sampling):
     limit: NonNegativeInt = runtime(0)  # number of tasks (0: all)
     skip: NonNegativeInt = runtime(0)  # leave out the first tasks
     sft: Path | None = runtime(None)  # the agent's checkpoint (RUN/sft, made if missing)
-    qnet: str | None = runtime(None)  # folder, or URL[#MODEL] of a server (RUN/qnet)
+    qnet: str | None = runtime(None)  # folder, or URL#MODEL of a server (RUN/qnet)
     out: Path | None = runtime(None)  # RUN/results.jsonl; its lines are not played again
     label: str | None = None  # a variant's name, kept in each line
     max_steps: PositiveInt | None = None  # the environment's

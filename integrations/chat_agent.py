@@ -3,7 +3,7 @@
     python -m integrations.chat_agent --env webshop --model NAME --qnet RUN/qnet -M 4
     python -m integrations.chat_agent --env webshop --model NAME --method greedy sample    # without a QNet
 
-    reads   a QNet's folder, or URL[#MODEL] of its server (RUN/qnet)
+    reads   a QNet's folder, or URL#MODEL of its server (RUN/qnet)
             $OPENAI_API_KEY; the API's URL is --server, $OPENAI_BASE_URL or OpenAI's
     writes  RUN/results_MODEL.jsonl: lines as q_search.py's
 
@@ -57,7 +57,7 @@ class Chatting(Sampling):
     """A chat model in the place of an agent's checkpoint."""
 
     sft: Fixed[None] = runtime(None)
-    model: str = ""  # its name (of a --server of one model that one)
+    model: str = ""  # its name, if it is not in --server URL#MODEL
     examples: int = 0  # demonstrations in front of the task
     body: Annotated[str, arg(metavar="JSON")] = "{}"  # more fields of a request; null leaves one out
 
@@ -75,7 +75,7 @@ class ChatModel:
 
     def __init__(self, config: Chatting, env: envs.TextEnv) -> None:
         address = config.server or os.environ.get("OPENAI_BASE_URL", OPENAI)
-        self.server = Server(f"{address}#{config.model}")
+        self.server = Server(f"{address}#{config.model}" if config.model else address)
         self.env = env.fork()
         env.side_by_side = min(EPISODES, env.side_by_side)
         self.config = config

@@ -2,7 +2,7 @@
 
     pip install --no-deps .        # in vLLM's environment; nothing else of this project is imported there
     vllm serve runs/llama/qnet --hf-overrides '{"architectures": ["QNet"]}' --port 8001
-    python q_search.py --run runs/llama --qnet http://localhost:8001/v1
+    python q_search.py --run runs/llama --qnet http://localhost:8001/v1#runs/llama/qnet
 
 A prompt is answered by an embedding of one number: Q, the value at its last token. /v1/embeddings is the one way to ask
 a pooling model that all servers and routers of OpenAI's protocol pass on.

@@ -71,12 +71,13 @@ def load(
     """
     place, precision = device_and_precision(config)
     options: dict[str, Any] = {"dtype": torch.float32 if train else PRECISIONS[precision]}
-    if config.load_in == "4bit":
-        bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-        bits["bnb_4bit_compute_dtype"] = torch.bfloat16
-        options["quantization_config"] = hf.BitsAndBytesConfig(**bits)
-    elif config.load_in == "8bit":
-        options["quantization_config"] = hf.BitsAndBytesConfig(load_in_8bit=True)
+    if config.load_in:
+        options["quantization_config"] = hf.BitsAndBytesConfig(
+            load_in_4bit=config.load_in == "4bit",
+            load_in_8bit=config.load_in == "8bit",
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
     options |= {"device_map": {"": place}, "use_safetensors": True, "output_loading_info": True}
     chat = load_chat(path, config)
     with one_line(path, SUPPORTED):

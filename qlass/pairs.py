@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from qlass.batching import Score
 from qlass.messages import State
 
@@ -83,23 +85,21 @@ def ranking(
 
     score: what answers Score requests.
     """
-    together = list(itertools.chain(*map(families, trees)))
-    requests = []
-    for family in together:
-        actions = tuple(pair.action for pair in family)
-        requests.append(Score(family[0].state, actions))
-    square = within = 0.0
+    together = [family for tree in trees for family in families(tree)]
+    requests = [Score(f[0].state, tuple(pair.action for pair in f)) for f in together]
+    square: list[float] = []
+    within: list[float] = []
     right: list[float] = []
     for family, values in zip(together, score(requests), strict=True):
-        errors = [value - pair.q for value, pair in zip(values, family, strict=True)]
-        mean = sum(errors) / len(errors)
-        square += sum(error**2 for error in errors)
-        within += sum((error - mean) ** 2 for error in errors)
-        right += agreement([pair.q for pair in family], values)
+        q = [pair.q for pair in family]
+        errors = np.subtract(values, q)
+        square += list(errors**2)
+        within += list((errors - errors.mean()) ** 2)
+        right += agreement(q, values)
     n = max(1, sum(map(len, together)))
     return {
-        "mse": square / n,
-        "within_mse": within / n,
+        "mse": float(sum(square) / n),
+        "within_mse": float(sum(within) / n),
         "sibling_accuracy": sum(right) / len(right) if right else None,
         "sibling_pairs": len(right),
     }

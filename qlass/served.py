@@ -31,29 +31,23 @@ TRIES = 80  # after waits of 0.5, 1, 2, 4, 8, 8, ... seconds
 
 
 class Server:
-    """The model at http://HOST:PORT/v1, with #MODEL if there are several; $OPENAI_API_KEY."""
+    """The model at http://HOST:PORT/v1#MODEL, asked with $OPENAI_API_KEY."""
 
     def __init__(self, url: str, width: int | None = None) -> None:
         import openai
 
-        address, _, name = url.partition("#")
+        address, _, self.model = url.partition("#")
+        if not self.model:
+            raise UserError(f"{url}: name its model, URL#MODEL")
         key = os.environ.get("OPENAI_API_KEY", "none")
         self.url = url
         self.width = width or 64
         self.client = openai.OpenAI(base_url=address, api_key=key, max_retries=TRIES)
-        self.model = name or self.only_model()
 
     def ask(self, method: Callable, **body: Any) -> Any:
         """The reply of a method of the client."""
         with one_line(self.url):
             return method(**body)
-
-    def only_model(self) -> str:
-        """The name of the one model that it has."""
-        names = [model.id for model in self.ask(self.client.models.list).data]
-        if len(names) != 1:
-            raise UserError(f"{self.url}: name one of its models, URL#MODEL: {', '.join(names)}")
-        return names[0]
 
     def complete(self, prompt: list[int], **options: Any) -> tuple[Any, Any]:
         """The completion of a prompt of token ids, and what it read and wrote."""

@@ -79,7 +79,7 @@ class Sampling(Prompt):
     plain: bool = runtime(False)  # one sequence at a time, for recurrent models
     cache_gb: Number | None = runtime(None)  # GB for prompts (2; on a GPU a quarter of its memory)
     in_flight: PositiveInt | None = runtime(None)  # trees or episodes at once (64; sciworld: 4)
-    server: str | None = runtime(None)  # URL[#MODEL] of an OpenAI-compatible server of the agent
+    server: str | None = runtime(None)  # URL#MODEL of an OpenAI-compatible server of the agent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -151,7 +151,7 @@ class Training:
         self.states = parts_folder(out)
         self.path = out.with_name(out.name + ".log.jsonl")
         self.lines: list[dict] = []
-        self.open = contextlib.ExitStack()  # lock and log
+        self.open = contextlib.ExitStack()
         if share()[0] == 0:
             self.open.enter_context(lock(out))
             self.meta = begin(out, config, config.recipe() | settings, inputs)
@@ -167,19 +167,17 @@ class Training:
         self.order = [updates_of(sizes, batch, seed, epoch) for epoch in epochs]
         self.steps = sum(map(len, self.order))
         if (self.states / "last.pt").exists():
-            self.load("last.pt")
+            self.lines = self.load("last.pt")
         if share()[0] == 0:
             write_jsonl(self.path, self.lines)
-            log = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
-            self.log = self.open.enter_context(log)
         self.bar = tqdm(None, self.out.name, self.steps, initial=self.step, mininterval=0.5)
 
     def write(self, line: dict[str, Any]) -> None:
         """Add a line to the log."""
         self.lines.append(line)
         if share()[0] == 0:
-            self.log.write(dumps(line))
-            self.log.flush()
+            with open(self.path, "a", encoding="utf-8") as log:
+                log.write(dumps(line))
 
     @property
     def curve(self) -> list[dict]:
@@ -235,23 +233,22 @@ class Training:
             with atomic(self.states / name) as draft:
                 torch.save((trained, moments, random, self.lines), draft)
 
-    def load(self, name: str) -> None:
-        """Take model, optimizer, random numbers and log from a state."""
+    def load(self, name: str) -> list[dict]:
+        """Take model, optimizer and random numbers from a state. Returns its log."""
         with one_line(self.states / name, " (delete it to begin again)"):
             state = torch.load(self.states / name, map_location="cpu", weights_only=True)
-        trained, moments, random, self.lines = state
+        trained, moments, random, lines = state
         self.model.load_state_dict(trained, strict=False)  # not the frozen ones
         self.optimizer.load_state_dict(moments)
         torch.set_rng_state(random[0])
         torch.cuda.set_rng_state_all(random[1][: torch.cuda.device_count()])
+        return lines
 
     def load_best(self) -> None:
         """Give the model the best epoch's weights."""
         self.save("last.pt")
-        lines = self.lines
         if self.best_epoch < len(self.curve):
             self.load("best.pt")
-        self.lines = lines
 
     def finish(self, save: Callable[[], None], **figures: Any) -> dict[str, Any]:
         """Write the metadata, with these figures, and the checkpoint; returns the figures."""

@@ -333,28 +333,28 @@ def chat_completion(content: str, read: int = 0) -> dict:
 
 class FakeServer:
     """What answers on a fake server: completions of token ids with the log-probabilities of a prompt, chat
-    completions, embeddings, the list of models.
+    completions, embeddings.
 
         with FakeServer(model, qnet) as server: ... server.url ...
 
     model, qnet: whose log-probabilities and values it tells. Answers of another kind have `text`, a format of the
     request's seed and of a move that depends on it. script: what answers the next requests instead, each a status
     (503; 0 resets the connection), a reply, or a function that gives one of these for the body. seen: all bodies that
-    were posted. models: entries of the list.
+    were posted.
     """
 
     def __init__(self, model: Any = None, qnet: Any = None, text: str = "Action: left {seed}") -> None:
         self.model, self.qnet, self.text = model, qnet, text
         self.script: list[Any] = []
         self.seen: list[dict] = []
-        self.models = [{"id": "first"}]
 
     def __enter__(self) -> FakeServer:
         handler = type("Fake", (Handler,), {"fake": self})
         kind = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 128})  # of 5 it resets others
         self.server = kind(("127.0.0.1", 0), handler)
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        self.address = f"http://127.0.0.1:{self.server.server_port}/v1"
+        self.url = f"{self.address}#first"
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -406,9 +406,6 @@ class FakeServer:
 
 class Handler(BaseHTTPRequestHandler):
     fake: FakeServer
-
-    def do_GET(self) -> None:
-        self.reply(200, {"data": self.fake.models})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))

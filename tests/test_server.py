@@ -98,7 +98,7 @@ def test_a_candidate_is_one_completion_of_token_ids(fake, sft):
 
 def test_an_action_ends_where_a_stop_text_stands_and_flags_reach_the_server(fake, tmp_path):
     sft = save_agent(tmp_path / "sft", stop=("\nObservation:", "\nTask:"))
-    flags = ["--sft", str(sft), "--server", f"{fake.url}#second", "--max-new-tokens", "7", "--temperature", "0.5"]
+    flags = ["--sft", str(sft), "--server", f"{fake.address}#second", "--max-new-tokens", "7", "--temperature", "0.5"]
     policy = load_agent(sft, settings_of(q_search, *flags))
     fake.seen.clear()
     for end in ("", "\nObservation: you win", "\nTask: another"):
@@ -155,8 +155,8 @@ def test_a_server_that_is_busy_or_away_is_waited_for(fake, sft, pauses, failure)
 
 
 def test_nobody_there_is_told_in_one_line(pauses):
-    with pytest.raises(UserError, match=r"^http://127.0.0.1:9/v1: Connection error") as error:
-        Server("http://127.0.0.1:9/v1")
+    with pytest.raises(UserError, match=r"^http://127.0.0.1:9/v1#m: Connection error") as error:
+        Server("http://127.0.0.1:9/v1#m").complete([1])
     assert len(pauses) == TRIES and "\n" not in str(error.value)
 
 
@@ -232,7 +232,7 @@ def test_a_server_that_tells_no_log_probabilities_writes_and_is_no_judge(fake, s
 
 
 def test_a_served_qnet_gives_the_local_values_and_no_others(fake, qnet):
-    served = ServedQNet(f"{fake.url}#{qnet}", Sampling())
+    served = ServedQNet(f"{fake.address}#{qnet}", Sampling())
     fake.seen.clear()
     siblings = Score(STATE, ("Action: left", "Action: right", "Thought: hm Action: left"))
     assert served.score([siblings])[0] == pytest.approx(NET.score([siblings])[0], abs=1e-5)
@@ -252,7 +252,6 @@ def test_a_served_qnet_gives_the_local_values_and_no_others(fake, qnet):
 
 
 def test_a_search_by_a_served_qnet_is_the_local_one(fake, qnet, sft, fake_world, tmp_path):
-    fake.models[:] = [{"id": str(qnet)}]
     fake.script += [503]
 
     def search(qnet: object, out: str) -> list[dict]:
@@ -262,19 +261,17 @@ def test_a_search_by_a_served_qnet_is_the_local_one(fake, qnet, sft, fake_world,
 
     mark = NET.score([QUESTION])[0]
     write_json(meta_path(qnet), {"fingerprint": mark, "recipe": {}, "inputs": {}})
-    assert search(fake.url, "served.jsonl") == search(qnet, "local.jsonl")
+    assert search(f"{fake.address}#{qnet}", "served.jsonl") == search(qnet, "local.jsonl")
     assert meta_of(tmp_path / "served.jsonl")["recipe"]["qnet"] == sha256(qnet)
     write_json(meta_path(qnet), {"fingerprint": [mark[0] + 0.1, mark[1]], "recipe": {}, "inputs": {}})
     with pytest.raises(UserError, match=r"differs by 0\.100 .*other weights"):
-        search(fake.url, "other.jsonl")
+        search(f"{fake.address}#{qnet}", "other.jsonl")
     qnet.rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=str(qnet)):  # its folder is needed here, for its tokenizer
-        search(fake.url, "more.jsonl")
+        search(f"{fake.address}#{qnet}", "more.jsonl")
 
 
 def test_which_model_is_meant(fake):
-    assert Server(fake.url).model == "first" and Server(f"{fake.url}#second").model == "second"
-    for names in ([], ["first", "second"]):
-        fake.models[:] = [{"id": name} for name in names]
-        with pytest.raises(UserError, match=f"{fake.url}: name one of its models, URL#MODEL: {', '.join(names)}"):
-            Server(fake.url)
+    assert Server(f"{fake.address}#second").model == "second"
+    with pytest.raises(UserError, match=f"{fake.address}: name its model, URL#MODEL"):
+        Server(fake.address)
