@@ -32,7 +32,7 @@ from typing import Any
 
 import gymnasium
 
-from environments import AnyText, contents_of, fair_order
+from environments import ENVIRONMENTS, AnyText, contents_of, fair_order
 from environments.check import check
 from environments.hooks import Hooks
 from qlass import UserError
@@ -151,18 +151,7 @@ class TextEnv(Hooks, gymnasium.Env):
         raise NotImplementedError
 
 
-# ----------------------------------------------------------------------------------- the registry
-# Each environment has its own folder, which is loaded when it is asked for.
-
-ENVIRONMENTS = {
-    "webshop": "environments.webshop.env:WebShopEnv",
-    "alfworld": "environments.alfworld.env:ALFWorldEnv",
-    "sciworld": "environments.sciworld.env:SciWorldEnv",
-    "frozenlake": "environments.frozenlake.env:FrozenLakeEnv",
-}
-for _name, _class in ENVIRONMENTS.items():  # gymnasium.make("envs:qlass/WebShop-v0", split="test")
-    _id = _class.partition(":")[2].removesuffix("Env")
-    gymnasium.register(f"qlass/{_id}-v0", "envs:make", kwargs={"name": _name})
+# ------------------------------------------------------------------------ environments by their names
 
 
 def environment_class(name: str) -> type[TextEnv]:

@@ -60,7 +60,6 @@ class Config(Sampling):
     """The paper's (App. A.2): M = 2 and N = 1."""
 
     stage: ClassVar[str] = "q_search"
-    plays_elsewhere: ClassVar[bool] = True
 
     method: tuple[Name, ...] = runtime(("qlass",))  # one or more
     M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = runtime((2,))  # candidates

@@ -9,11 +9,23 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 from gymnasium import spaces
 
 from qlass import UserError
 
 WHERE = "(docs/models.md, section Data, says where the originals' files are from)"  # of what is missing
+
+# Each has a folder of its own, which is loaded when it is asked for.
+ENVIRONMENTS = {
+    "webshop": "environments.webshop.env:WebShopEnv",
+    "alfworld": "environments.alfworld.env:ALFWorldEnv",
+    "sciworld": "environments.sciworld.env:SciWorldEnv",
+    "frozenlake": "environments.frozenlake.env:FrozenLakeEnv",
+}
+for name, place in ENVIRONMENTS.items():  # gymnasium.make("envs:qlass/WebShop-v0", split="test")
+    kind = place.partition(":")[2].removesuffix("Env")
+    gymnasium.register(f"qlass/{kind}-v0", "envs:make", kwargs={"name": name})
 
 
 class AnyText(spaces.Text):

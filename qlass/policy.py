@@ -65,21 +65,15 @@ class Policy:
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """a ~ pi(a | s), n times for each request."""
-        logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
-        texts = iter(self.texts([r for r in requests if not r.valid]))
         answers = []
         for request in requests:
             if request.valid:
-                answers.append(self.choose(request, next(logprobs)))
+                answers.append(self.choose(request, self.valid_logprob(request)))
             else:
-                answers.append(next(texts))
+                answers.append([self.text(request, k) for k in range(request.n)])
         return answers
 
     # ------------------------------------------------------------------------------- free text
-
-    def texts(self, requests: list[Sample]) -> list[list[Candidate]]:
-        """n candidates in free text for each request."""
-        return [[self.text(request, k) for k in range(request.n)] for request in requests]
 
     @torch.inference_mode()
     def text(self, request: Sample, k: int) -> Candidate:

@@ -34,11 +34,9 @@ class Turn(Line):
 
 def in_turns(messages: list[Turn]) -> list[Turn]:
     """ValueError unless user and assistant speak in turns, the user first."""
-    for number, turn in enumerate(messages):
-        if turn["role"] != ("user", "assistant")[number % 2]:
-            raise ValueError(
-                f"message {number + 1} is out of turn: user and assistant speak in turns"
-            )
+    for number, turn in enumerate(messages, 1):
+        if (turn["role"] == "user") != (number % 2 == 1):
+            raise ValueError(f"message {number} is out of turn: user and assistant take turns")
     return messages
 
 

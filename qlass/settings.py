@@ -35,7 +35,6 @@ class Run:
     """What every command of a run has."""
 
     stage: ClassVar[str] = ""  # whose settings a preset has for this command
-    plays_elsewhere: ClassVar[bool] = False  # with more options of the environment, if asked to
 
     env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
     env_option: UseAppendAction[tuple[str, ...]] = ()  # NAME=VALUE, of the environment
@@ -122,10 +121,9 @@ def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = N
     defaults = presets.settings(config)
     config = parse(kind, doc, argv, kind(**shared | defaults))
     if run:
-        own = run["env_option"]
-        options = tuple(dict.fromkeys((*own, *options)))
-        if config.env != run["env"] or (len(options) > len(own) and not kind.plays_elsewhere):
-            raise UserError(f"{folder} is of {' '.join([run['env'], *own])}: give another --run")
+        if config.env != run["env"]:
+            raise UserError(f"{folder} is of {run['env']}, not of {config.env}: name another --run")
+        options = tuple(dict.fromkeys((*run["env_option"], *options)))
     elif not options:
         options = defaults.get("env_option", ())
     config = dataclasses.replace(config, env_option=options)

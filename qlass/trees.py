@@ -47,10 +47,8 @@ def children_of(tree: list[dict]) -> list[list[int]]:
 def tree_metrics(records: list[dict]) -> dict[str, Any]:
     """For the metadata: counts, and the mean reward of the agent's leaves."""
     roots = [node for node in records if node["parent_id"] is None]
-    rewards = []
-    for node in records:
-        if node["source"] == "policy" and (node["done"] or "cut" in node):
-            rewards.append(node.get("cut", node["reward"]))
+    own = [node for node in records if node["source"] == "policy"]
+    rewards = [node.get("cut", node["reward"]) for node in own if node["done"] or "cut" in node]
     return {
         "trees": len(roots),
         "nodes": len(records),

@@ -107,6 +107,18 @@ class FastPolicy(Policy):
         most = min(self.budget, 16_384)  # each with a number for every token of the vocabulary
         return self.cache.read(self.forward, self.model, most, questions)
 
+    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
+        """a ~ pi(a | s), n times for each request; those of a kind are answered side by side."""
+        logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
+        texts = iter(self.texts([r for r in requests if not r.valid]))
+        answers = []
+        for request in requests:
+            if request.valid:
+                answers.append(self.choose(request, next(logprobs)))
+            else:
+                answers.append(next(texts))
+        return answers
+
     # ------------------------------------------------------------------------- texts that are given
 
     @torch.inference_mode()
