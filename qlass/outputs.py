@@ -253,11 +253,8 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
 
 def differences(old: dict[str, Any], new: dict[str, Any], inputs: Inputs) -> str:
     """Where two recipes differ, in words: an input by its name alone, any other by both values."""
-    words = []
-    for name in sorted(old.keys() & new.keys()):
-        if old[name] != new[name]:
-            values = f"{name} {old[name]}, not {new[name]}"
-            words.append(f"another {name}" if name in inputs else values)
+    names = [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
+    words = [f"another {n}" if n in inputs else f"{n} {old[n]}, not {new[n]}" for n in names]
     return "; ".join(words)
 
 
@@ -300,12 +297,11 @@ class Output:
         parts: dict[Any, list[dict]] = {}
         for part in sorted(self.parts.glob("*.jsonl")):
             with contextlib.suppress(FileNotFoundError):  # another process has just finished
-                for line in part.read_bytes().splitlines(keepends=True):
-                    if line.endswith(b"\n"):  # else its writer was stopped
-                        group = json.loads(line)
-                        parts[self.key(group[0])] = group
-        lines = read_jsonl(self.path) if self.path.exists() else []
-        finished = {key: list(group) for key, group in itertools.groupby(lines, self.key)}
+                *lines, _ = part.read_bytes().split(b"\n")  # the last one is empty, or was cut
+                for group in map(json.loads, lines):
+                    parts[self.key(group[0])] = group
+        records = read_jsonl(self.path) if self.path.exists() else []
+        finished = {key: list(group) for key, group in itertools.groupby(records, self.key)}
         self.groups = finished | parts
         self.named = set(finished)  # what the output has already
 

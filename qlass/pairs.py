@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,26 +90,24 @@ def ranking(
     within: list[float] = []
     right: list[float] = []
     for family, values in zip(together, score(requests), strict=True):
-        q = [pair.q for pair in family]
-        errors = np.subtract(values, q)
+        q = np.array([pair.q for pair in family])
+        errors = np.array(values) - q
         square += list(errors**2)
         within += list((errors - errors.mean()) ** 2)
-        right += agreement(q, values)
-    n = max(1, sum(map(len, together)))
+        right += agreement(q, np.array(values))
+    n = max(1, len(square))
     return {
         "mse": float(sum(square) / n),
         "within_mse": float(sum(within) / n),
-        "sibling_accuracy": sum(right) / len(right) if right else None,
+        "sibling_accuracy": float(sum(right) / len(right)) if right else None,
         "sibling_pairs": len(right),
     }
 
 
-def agreement(q: list[float], values: list[float]) -> list[float]:
-    """Of each pair of siblings to rank: 1 if the values have the order of q, 0 if the other one, .5
-    if they are equal."""
-    right = []
-    for i, j in itertools.combinations(range(len(q)), 2):
-        if abs(q[i] - q[j]) > GAP:
-            alike = (values[i] > values[j]) == (q[i] > q[j])
-            right.append(0.5 if values[i] == values[j] else float(alike))
-    return right
+def agreement(q: np.ndarray, values: np.ndarray) -> list[float]:
+    """Of each pair of siblings to rank: 1 if the values (k,) have the order of q (k,), 0 if the
+    other one, .5 if they are equal."""
+    i, j = np.triu_indices(len(q), 1)
+    to_rank = abs(q[i] - q[j]) > GAP
+    alike = np.sign(q[i] - q[j]) * np.sign(values[i] - values[j])
+    return list((alike[to_rank] + 1) / 2)

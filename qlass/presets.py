@@ -37,8 +37,7 @@ def preset_for(config: Any) -> Any:
     """The paper's for a pretrained model, else the tiny model's."""
     if getattr(config, "model", "tiny") != "tiny":
         return "paper"
-    sft = getattr(config, "sft", None) or config.run / "sft"
-    file = sft / "policy.json"
-    if file.exists():
-        return "tiny" if read_json(file)["mark_matches"] else "paper"
-    return "paper" if getattr(config, "sft", None) else "tiny"
+    named = getattr(config, "sft", None)
+    file = (named or config.run / "sft") / "policy.json"
+    tiny = read_json(file)["mark_matches"] if file.exists() else not named
+    return "tiny" if tiny else "paper"
