@@ -246,8 +246,12 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
         if node.cut is not None:
             record["cut"] = node.cut
         records.append(record)
-    records[0] |= {"env": env.name, "task": root.state.task}
-    records[0] |= {"messages": root.state.dump(), "nodes": len(nodes)}
+    records[0] |= {
+        "env": env.name,
+        "task": root.state.task,
+        "messages": root.state.dump(),
+        "nodes": len(nodes),
+    }
     return records
 
 
@@ -269,9 +273,6 @@ def build(
     load: makes the agent, once there is something to do. demonstration_of: demonstrations by task.
     """
     order = env.task_ids("train")
-    expert = inputs["expert"]
-    if expert and demonstration_of.keys().isdisjoint(order):
-        raise UserError(f"{expert}: has none of the training tasks (--no-expert does without)")
     if config.tasks == "cloned":
         order = [task for task in order if task in demonstration_of]
     else:

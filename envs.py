@@ -151,7 +151,7 @@ class TextEnv(Hooks, gymnasium.Env):
         raise NotImplementedError
 
 
-# ------------------------------------------------------------------------ environments by their names
+# -------------------------------------------------------------------- environments by their names
 
 
 def environment_class(name: str) -> type[TextEnv]:
@@ -190,7 +190,10 @@ def from_config(config: Run, **options: Any) -> TextEnv:
     env = make(config.env, **options)
     if config.env not in ENVIRONMENTS and read_run(config.run).get("env") != config.env:
         check(make(config.env, **options))
-    files = contents_of(options)
-    env.settings = {"env": config.env, "env_option": config.env_option, "env_files": files}
-    env.settings["env_version"] = env.version
+    env.settings = {
+        "env": config.env,
+        "env_option": config.env_option,
+        "env_files": contents_of(options),
+        "env_version": env.version,
+    }
     return env

@@ -226,12 +226,10 @@ def train(
 
 def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[Pairs]]:
     """Of the first `limit` labelled trees: their tasks, and their pairs."""
-    tasks, trees = [], []
-    for tree in islice(read_trees(labels, Label), limit):
-        with one_line(labels):
-            trees.append(pairs_of(tree))
-        tasks.append(tree[0]["task_id"])
-    return tasks, trees
+    trees = list(islice(read_trees(labels, Label), limit))
+    with one_line(labels):
+        pairs = list(map(pairs_of, trees))
+    return [tree[0]["task_id"] for tree in trees], pairs
 
 
 def load(sft: Path, config: Config) -> QNet:

@@ -76,10 +76,14 @@ def read_template(tokenizer: Any) -> Template:
 
     def around(roles: list[str]) -> list[str]:
         chat = [{"role": role, "content": CONTENT} for role in roles]
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-        options["enable_thinking"] = False
-        options["date_string"] = "26 Jul 2024"  # Llama 3's, whatever the day
-        return tokenizer.apply_chat_template(chat, **options).split(CONTENT)
+        text = tokenizer.apply_chat_template(
+            chat,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=False,
+            date_string="26 Jul 2024",  # Llama 3's, whatever the day
+        )
+        return text.split(CONTENT)
 
     prompts = [around(["user", *["assistant", "user"] * n]) for n in range(3)]
     begin, ask, after, last = prompts[1] if len(prompts[1]) == 4 else [""] * 4
@@ -115,11 +119,10 @@ class Chat:
         tokenizer.split_special_tokens = tokenizer.clean_up_tokenization_spaces = False
         self.tokenizer, self.rendering, self.aids = tokenizer, rendering, Aids(rendering)
         self.context = context or math.inf
-        self.template = read_template(tokenizer)
-        self.stop_id = self.template.stop_id
+        self.template = template = read_template(tokenizer)
+        self.stop_id = template.stop_id
         added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
         self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} & added.keys()
-        template = self.template
         written = template.begin + template.ask + template.stop + template.turn
         special = [text for text in added.values() if text in written]
         special += tokenizer.all_special_tokens + [added[i] for i in self.stop_ids]

@@ -70,7 +70,12 @@ def load(
     kind: hf.AutoModel for a saved QNet's backbone.
     """
     place, precision = device_and_precision(config)
-    options: dict[str, Any] = {"dtype": torch.float32 if train else PRECISIONS[precision]}
+    options: dict[str, Any] = {
+        "dtype": torch.float32 if train else PRECISIONS[precision],
+        "device_map": {"": place},
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
     if config.load_in:
         options["quantization_config"] = hf.BitsAndBytesConfig(
             load_in_4bit=config.load_in == "4bit",
@@ -78,7 +83,6 @@ def load(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    options |= {"device_map": {"": place}, "use_safetensors": True, "output_loading_info": True}
     chat = load_chat(path, config)
     with one_line(path, SUPPORTED):
         if (Path(path) / "qnet.json").exists() and kind is hf.AutoModelForCausalLM:
@@ -174,8 +178,7 @@ def refuse_untrained(model: Any, token: int) -> None:
     small = row.norm() < 1e-2 * weight.norm(dim=-1).median()
     if small or int((weight == row).all(-1).sum()) > 1:
         problem = "the token that ends a turn was never trained, and --lora does not train it"
-        way_out = "choose a chat template that ends turns by a trained token"
-        raise UserError(f"{model.name_or_path}: {problem}: {way_out}")
+        raise UserError(f"{model.name_or_path}: {problem}: choose another chat template")
 
 
 def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:

@@ -222,8 +222,7 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     settings: what its bytes depend on, beside the content of the inputs.
     """
     hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
-    recipe = settings | hashes | {"stage": config.stage}
-    recipe = json.loads(json.dumps(recipe, default=str))
+    recipe = json.loads(json.dumps(settings | hashes | {"stage": config.stage}, default=str))
     meta = meta_of(output)
     begun = output.exists() or any(parts_folder(output).glob("[!.]*"))
     if begun and not meta["recipe"]:

@@ -69,11 +69,9 @@ def hold_out_trees(trees: list[Pairs], tasks: Sequence[str]) -> tuple[list[Pairs
     tasks: of each tree. The trees of a task alone are both.
     """
     held_out = set(list(dict.fromkeys(tasks))[::HELD_OUT])
-    learned: list[Pairs] = []
-    validation: list[Pairs] = []
-    for tree, task in zip(trees, tasks, strict=True):
-        (validation if task in held_out else learned).append(tree)
-    return learned or trees, validation
+    of_task = list(zip(trees, tasks, strict=True))
+    learned = [tree for tree, task in of_task if task not in held_out]
+    return learned or trees, [tree for tree, task in of_task if task in held_out]
 
 
 def ranking(

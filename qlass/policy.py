@@ -23,13 +23,11 @@ from qlass.messages import State, react, uniforms
 
 # One question for every checkpoint, which tells whether a server has its weights.
 TASK = "put a clean cup into the drawer 4."
-PAGE = (
-    f"You are in the middle of a kitchen. Around you are a sink 1 and a table 2. Your task: {TASK}"
-)
+PAGE = "You are in the middle of a kitchen. Around you are a sink 1 and a table 2. Your task: "
 MESSAGES = (
     ("user", "Walk through a house."),
     ("assistant", "OK"),
-    ("user", PAGE),
+    ("user", PAGE + TASK),
 )
 ACTIONS = (
     react("The cup may lie on the table.", "go to table 2"),

@@ -132,7 +132,7 @@ def leaks(env: Any, played: list[dict], checkpoints: Inputs) -> dict[str, int]:
     for name, checkpoint in checkpoints.items():
         learned = meta_of(checkpoint).get("tasks", []) if checkpoint else []
         subjects = set(map(env.subject, learned))
-        counts[name] = len([task for task in tasks if env.subject(task) in subjects])
+        counts[name] = sum(env.subject(task) in subjects for task in tasks)
         if counts[name]:
             share = f"{counts[name]} of the {len(tasks)} tasks that were played"
             warn(f"{checkpoint} has learned from {share}, or from others of their subjects")

@@ -103,9 +103,7 @@ class Aids:
         after the agreement."""
         if not self.rendering.markov:
             return [len(messages)]
-        first = self.opening(messages) + 1  # the first action's index
-        roles = [role for role, _ in messages]
-        return [i + 1 for i in range(first, len(roles)) if roles[i] == "assistant"]
+        return list(range(self.opening(messages) + 2, len(messages) + 1, 2))
 
 
 # What its checkpoint's Rendering says.
