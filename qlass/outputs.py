@@ -35,7 +35,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from qlass import UserError
-from qlass.records import one_line
+from qlass.records import Line, one_line, read
 
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata tell
 # What is read of a checkpoint.
@@ -61,12 +61,8 @@ def write_json(path: Path, value: Any) -> None:
         draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    records = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        with one_line(f"{path}:{number}"):
-            records.append(json.loads(line))
-    return records
+def read_jsonl(path: Path) -> list[Any]:
+    return list(read(path, Line))
 
 
 def dumps(record: Any) -> str:
@@ -188,13 +184,13 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path
 def make(path: Path, stage: str, config: Any) -> None:
     """Run the stage that makes an output, if the flags of the run are all that it needs."""
     flags = shared_flags(config)
-    command = f"python {stage}.py {shlex.join(flags)}"
-    begun = config.run == default_run(config.env) or (config.run / "run.json").exists()
-    other_agent = stage != "sft" and getattr(config, "sft", None)
-    if not begun or other_agent or share()[1] > 1:
-        way_out = f"make it first, by one process, of the agent that is meant: {command}"
-        raise UserError(f"{path} is missing: {way_out}")
-    print(f"{path} is missing: making it with {command}", flush=True)
+    words = shlex.join(flags)
+    if config.run != default_run(config.env) and not (config.run / "run.json").exists():
+        raise UserError(f"{config.run}: no such run; python sft.py {words} begins it")
+    if share()[1] > 1 or (stage != "sft" and getattr(config, "sft", None)):
+        way_out = "make it first, by one process, of the agent that is meant"
+        raise UserError(f"{path} is missing: {way_out}: python {stage}.py {words}")
+    print(f"{path} is missing: making it with python {stage}.py {words}", flush=True)
     importlib.import_module(stage).main(flags)
 
 

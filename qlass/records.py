@@ -72,6 +72,7 @@ class Node(Line):
     nodes: NotRequired[int]  # of the tree
     messages: NotRequired[Messages]
     task: NotRequired[str]
+    env: NotRequired[str]
 
 
 class Label(Node):
@@ -97,7 +98,7 @@ def read(path: Path, kind: type[L], convert: Callable[[Any], Any] | None = None)
     with a line before its type is checked.
     """
     check = TypeAdapter(kind).validate_python
-    required = kind.__required_keys__  # type: ignore[attr-defined]
+    optional = kind.__optional_keys__  # type: ignore[attr-defined]
     with one_line(path):
         text = path.read_text(encoding="utf-8-sig")
         lines: Any = json.loads(text) if text.startswith("[") else text.split("\n")
@@ -108,6 +109,6 @@ def read(path: Path, kind: type[L], convert: Callable[[Any], Any] | None = None)
             record: Any = json.loads(line) if isinstance(line, str) else line
             if convert:
                 record = convert(record)
-            record = {n: v for n, v in record.items() if v is not None or n in required}
+            record = {n: v for n, v in record.items() if v is not None or n not in optional}
             record.update(check(record))  # in the order of the file
         yield record

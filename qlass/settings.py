@@ -7,6 +7,7 @@ class, where the paper's settings stand.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -130,7 +131,7 @@ def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = N
     del defaults["preset"]
     taken = [name for name, value in defaults.items() if getattr(config, name) == value]
     if taken:
-        shown = ", ".join(f"{name.replace('_', ' ')} {defaults[name]}" for name in taken)
+        shown = ", ".join(f"{name} {defaults[name]}" for name in taken)
         print(f"settings of the {config.preset} preset, {config.env}: {shown}", file=sys.stderr)
     check_bounds(config)
     return config
@@ -162,6 +163,9 @@ def run_stage(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("stopped; the same command resumes", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -206,7 +206,7 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
     with pytest.raises(UserError, match="named: no such file"):
         find(tmp_path / "named")
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(UserError, match=r"rnu/q_labels.jsonl is missing: make it first"):  # a typo begins nothing
+    with pytest.raises(UserError, match=r"rnu: no such run; python sft.py --run"):  # a typo begins nothing
         find(config=dataclasses.replace(config, run=tmp_path.with_name(tmp_path.name + "rnu")))
     (tmp_path / "trees.jsonl").write_text("1")
     assert "is missing: making it with python bellman.py --run" in find()
