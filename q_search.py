@@ -62,8 +62,10 @@ class Config(Sampling):
     stage: ClassVar[str] = "q_search"
 
     method: tuple[Name, ...] = runtime(("qlass",))  # one or more
-    M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = runtime((2,))  # candidates
-    N: Annotated[tuple[PositiveInt, ...], arg(aliases=["-N"])] = runtime(())  # (1; best_of_n: 4)
+    # candidates per step
+    M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = runtime((2,))
+    # episodes (1; best_of_n: 4)
+    N: Annotated[tuple[PositiveInt, ...], arg(aliases=["-N"])] = runtime(())
     select: Literal["q", "oracle"] = runtime("q")  # which of N episodes counts
     split: str = runtime("test")  # tasks to play
     limit: NonNegativeInt = runtime(0)  # number of tasks (0: all)
