@@ -10,8 +10,6 @@ The root has no action: its value counts in the min-max, but no pair is made of 
 of a tree are equal, q is 0.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from itertools import chain

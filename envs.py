@@ -173,11 +173,12 @@ def make(name: str, split: str = "train", **options: Any) -> TextEnv:
     return env
 
 
-def from_config(config: Run, **options: Any) -> TextEnv:
-    """The environment of --env and --env-option; `options` are the command's own (`max_steps`).
+def from_config(config: Run) -> TextEnv:
+    """The environment of --env and --env-option.
 
     Its `settings` are what a recipe tells of it. A class of your own is checked at its first use.
     """
+    options: dict[str, Any] = {}
     parameters = inspect.signature(environment_class(config.env)).parameters
     for option in config.env_option:
         name, _, value = option.partition("=")

@@ -22,8 +22,6 @@ Nothing else here sees the reward. `python -m reporting.show` shows an episode w
 `python -m experiments.compare` plays all methods.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time
@@ -60,6 +58,7 @@ class Config(Sampling):
     """The paper's (App. A.2): M = 2 and N = 1."""
 
     stage: ClassVar[str] = "q_search"
+    plays_elsewhere: ClassVar[bool] = True
 
     method: tuple[Name, ...] = runtime(("qlass",))  # one or more
     # candidates per step
@@ -149,13 +148,10 @@ def methods_of(name: str, config: Config) -> list[Method]:
         return [Method("greedy", temperature=0.0)]
     by = METHODS[name]
     Ms = config.M if by else (1,)
-    Ns = config.N or ((4,) if name == "best_of_n" else (1,))
-    if name == "sample":
-        Ns = (1,)
+    Ns = (1,) if name == "sample" else config.N or ((4,) if name == "best_of_n" else (1,))
     methods = []
     for m, n in product(Ms, Ns):
-        select = config.select if n > 1 else None
-        methods.append(Method(name, by, m, n, select, seed=config.seed))
+        methods.append(Method(name, by, m, n, config.select if n > 1 else None, seed=config.seed))
     return methods
 
 
@@ -213,8 +209,8 @@ async def choose_episode(episodes: list[Episode], by: str | None) -> Episode:
 
 def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:
     """The environment, and the tasks to play."""
-    options = {"max_steps": config.max_steps} if config.max_steps else {}
-    env = envs.from_config(config, **options)
+    env = envs.from_config(config)
+    env.max_steps = config.max_steps or env.max_steps
     return env, env.task_ids(config.split)[config.skip :][: config.limit or None]
 
 
@@ -287,8 +283,8 @@ def evaluate(
         rewards = [out.groups[key][0]["reward"] for key in keys if key in out.groups]
         mean = sum(rewards) / max(1, len(rewards))
         print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks")
-    learned = results.leaks(env, out.records, inputs)
-    out.finish(planned, leaks=learned, protocol=results.protocol(config, env, chat))
+    leaks = results.leaks(env, out.records, inputs)
+    out.finish(planned, leaks=leaks, protocol=results.protocol(env, chat))
     results.tell_unknown(out.records)
 
 

@@ -12,8 +12,6 @@ which reads with the aids of qlass/tiny.py. Any other model keeps its tokenizer 
 template, and writes free text, "Thought: ... Action: ...", as in the paper.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,16 +184,16 @@ def end_share(model: Any, examples: list[Example], end: int) -> float:
     """The share of actions after which the likeliest token is the end of the turn. An agent that
     has not learned to end its turn writes on, whatever its loss: a warning."""
     model.eval()
-    found = expected = 0
+    ended: list[bool] = []
     for example in examples:
         ids = torch.tensor([example.ids], device=model.device)
-        likeliest = model(input_ids=ids, use_cache=False).logits[0, :-1].argmax(-1)
-        ends = torch.tensor(example.labels[1:]) == end
-        expected += int(ends.sum())
-        found += int((likeliest.cpu()[ends] == end).sum())
-    if found < 0.9 * expected:
-        warn(f"it ends {found} of {expected} turns where they should end: its texts will run on")
-    return found / max(1, expected)
+        likeliest = model(input_ids=ids, use_cache=False).logits[0].argmax(-1).tolist()
+        written = zip(likeliest, example.labels[1:], strict=False)  # the last one predicts no label
+        ended += [token == end for token, label in written if label == end]
+    share = sum(ended) / max(1, len(ended))
+    if share < 0.9:
+        warn(f"it ends {share:.0%} of its turns where they should end: its texts will run on")
+    return share
 
 
 # --------------------------------------------------------------------------------------------- main

@@ -23,9 +23,9 @@ ENVIRONMENTS = {
     "sciworld": "environments.sciworld.env:SciWorldEnv",
     "frozenlake": "environments.frozenlake.env:FrozenLakeEnv",
 }
-for name, place in ENVIRONMENTS.items():  # gymnasium.make("envs:qlass/WebShop-v0", split="test")
-    kind = place.partition(":")[2].removesuffix("Env")
-    gymnasium.register(f"qlass/{kind}-v0", "envs:make", kwargs={"name": name})
+for _name, _place in ENVIRONMENTS.items():  # gymnasium.make("envs:qlass/WebShop-v0", split="test")
+    _kind = _place.partition(":")[2].removesuffix("Env")
+    gymnasium.register(f"qlass/{_kind}-v0", "envs:make", kwargs={"name": _name})
 
 
 class AnyText(spaces.Text):

@@ -11,7 +11,7 @@ from qlass.messages import State, uniforms
 from qlass.served import Server
 
 
-def chat(server: Server, messages: Iterable[tuple[str, str]], **options: Any) -> tuple[Any, Any]:
+def chat_completion(server: Server, messages: Iterable[tuple[str, str]], **options: Any) -> tuple[Any, Any]:
     """A chat completion, and what it read and wrote; messages are (role, content)."""
     talk = State(tuple(messages)).dump()
     reply = server.ask(server.client.chat.completions.create, model=server.model, messages=talk, **options)
@@ -32,7 +32,7 @@ class ChatPolicy:
     def text(self, request: Sample, k: int) -> Candidate:
         options = {"temperature": request.temperature, "max_tokens": self.max_tokens}
         options["seed"] = int(uniforms(1, self.seed, *request.key, k)[0] * 2**31)
-        choice, usage = chat(self.server, request.state.messages, **options)
+        choice, usage = chat_completion(self.server, request.state.messages, **options)
         return Candidate(choice.message.content or "", usage.completion_tokens, math.nan)
 
     def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
@@ -43,7 +43,7 @@ class ChatPolicy:
 
     def first_token(self, request: Sample) -> np.ndarray:
         options = {"temperature": 1, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
-        choice, _ = chat(self.server, request.state.messages, **options)
+        choice, _ = chat_completion(self.server, request.state.messages, **options)
         logprobs = dict.fromkeys(request.valid, -np.inf)
         for token in choice.logprobs.content[0].top_logprobs:  # of "A" and " A" the likelier one
             text = token.token.strip()

@@ -42,7 +42,7 @@ class Config(q_search.Config):
     """q_search.py's settings, and whose wordings the agent reads."""
 
     method: tuple[Name, ...] = runtime(("all",))  # one or more of the table above
-    M: Annotated[tuple[int, ...], arg(aliases=["-M"])] = runtime(())  # candidates (2; with all: 2 4 6)
+    M: Annotated[tuple[int, ...], arg(aliases=["-M"])] = runtime(())  # candidates per step (2; all: 2 4 6)
     distinct: bool = False  # draw until M actions differ, 3M times at most
     paraphrase_server: str | None = None  # a chat server that words the task anew for each candidate
 
@@ -54,12 +54,22 @@ class Variant(Method):
     player: str | None = None  # which rule, or with which settings
     env: Any = dataclasses.field(default=None, compare=False)  # of the episode: `play` fills it in
     looks: bool = False  # it steps every candidate, which costs environment steps
+    distinct: bool = False  # draws again, up to 2M samples more, until M actions differ
 
     async def play(self, env: envs.TextEnv, task_id: str, chat: Chat) -> dict:
         if self.env is None:
             method = dataclasses.replace(self, env=env)
             return await method.play(env, task_id, chat)
         return await super().play(env, task_id, chat)
+
+    async def draw(self, env: envs.TextEnv, state: State, key: tuple, rendering: Rendering) -> list[Candidate]:
+        samples = await super().draw(env, state, key, rendering)
+        for _ in range(2 if self.distinct else 0):
+            if len(q_search.distinct_actions(env, [sample.text for sample in samples])) >= self.M:
+                break
+            noise = (*key, len(samples))  # the same key would draw the same
+            samples = samples + await super().draw(env, state, noise, rendering)
+        return samples
 
     def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:
         outcome = super().outcome(chat, best, episodes)
@@ -74,6 +84,13 @@ class Variant(Method):
     def __str__(self) -> str:
         name = f"{self.name}:{self.player}" if self.player else self.name
         return super().__str__().replace(self.name, name, 1)
+
+
+def distinct(method: Method) -> Variant:
+    """The same method, which draws until M actions differ."""
+    if isinstance(method, Variant):
+        return dataclasses.replace(method, distinct=True)
+    return Variant(**vars(method), distinct=True)
 
 
 class Oracle(Variant):
@@ -113,19 +130,6 @@ class Untried(Variant):
         return [score if new else -math.inf for score, new in zip(scores, first, strict=True)]
 
 
-class Distinct(Method):
-    """Draws again, up to 2M samples more, until M actions differ."""
-
-    async def draw(self, env: envs.TextEnv, state: State, key: tuple, rendering: Rendering) -> list[Candidate]:
-        samples = await super().draw(env, state, key, rendering)
-        for _ in range(2):
-            if len(q_search.distinct_actions(env, [sample.text for sample in samples])) >= self.M:
-                break
-            noise = (*key, len(samples))  # the same key would draw the same
-            samples = samples + await super().draw(env, state, noise, rendering)
-        return samples
-
-
 class Player(Variant):
     """One of the environment's own players, which draw nothing."""
 
@@ -156,6 +160,8 @@ def plan_of(env: envs.TextEnv, config: Config) -> list[Method]:
     plan = []
     for name in config.method:
         plan += everything(env, config) if name == "all" else methods_named(name, env, config)
+    if config.distinct:
+        plan = [distinct(method) for method in plan]
     return list({str(method): method for method in plan}.values())
 
 
@@ -171,8 +177,7 @@ def methods_named(name: str, env: envs.TextEnv, config: Config) -> list[Method]:
     if name in UNTRIED:
         searches = methods_of(UNTRIED[name], config)
         return [Untried(**vars(method), player="untried first") for method in searches]
-    methods = methods_of(name, config)
-    return [Distinct(**vars(method)) for method in methods] if config.distinct else methods
+    return methods_of(name, config)
 
 
 def everything(env: envs.TextEnv, config: Config) -> list[Method]:
@@ -199,6 +204,8 @@ def settings_of(argv: list[str] | None) -> Config:
         config = dataclasses.replace(config, M=(2, 4, 6) if "all" in config.method else (2,))
     if config.paraphrase_server:
         config = dataclasses.replace(config, label=config.label or "paraphrased")
+    if config.distinct:
+        config = dataclasses.replace(config, label=config.label or "distinct")
     return config
 
 

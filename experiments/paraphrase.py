@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from experiments.chat_policy import chat
+from experiments.chat_policy import chat_completion
 from q_search import Method
 from qlass import UserError
 from qlass.batching import Candidate, Sample
@@ -89,7 +89,7 @@ def by_server(url: str) -> Reworder:
     def ask(task: str, index: int) -> str:
         if index == 0:
             return task
-        choice, _ = chat(server, [("user", PROMPT + task)], temperature=0.7, max_tokens=ROOM, seed=index)
+        choice, _ = chat_completion(server, [("user", PROMPT + task)], temperature=0.7, max_tokens=ROOM, seed=index)
         return " ".join((choice.message.content or "").split()).strip("\"' ") or task
 
     return ask

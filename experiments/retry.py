@@ -15,7 +15,7 @@ from tyro.conf import Suppress
 
 import envs
 import q_search
-from experiments.chat_policy import chat
+from experiments.chat_policy import chat_completion
 from experiments.compare import Variant
 from q_search import Method, episode
 from qlass import UserError
@@ -95,7 +95,7 @@ def answer_by(server: Server) -> Callable[[list[Reflect]], list[str]]:
     """What answers `Reflect` requests by a chat model."""
 
     def plan(request: Reflect) -> str:
-        choice, _ = chat(server, request.state.messages)
+        choice, _ = chat_completion(server, request.state.messages)
         return choice.message.content or ""
 
     return lambda requests: list(map(plan, requests))

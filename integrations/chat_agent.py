@@ -32,7 +32,7 @@ from tyro.conf import Fixed, arg
 
 import envs
 import q_search
-from experiments.chat_policy import chat
+from experiments.chat_policy import chat_completion
 from q_search import Method, methods_of
 from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
@@ -75,7 +75,7 @@ class ChatModel:
 
     def __init__(self, config: Chatting, env: envs.TextEnv) -> None:
         address = config.server or os.environ.get("OPENAI_BASE_URL", OPENAI)
-        self.server = Server(f"{address}#{config.model}" if config.model else address)
+        self.server = Server(f"{address.partition('#')[0]}#{config.model}" if config.model else address)
         self.env = env.fork()
         env.side_by_side = min(EPISODES, env.side_by_side)
         self.config = config
@@ -111,7 +111,7 @@ class ChatModel:
         }
         options = {name: value for name, value in options.items() if name not in self.body}
         more = {name: value for name, value in self.body.items() if value is not None}
-        choice, usage = chat(self.server, messages, **options, extra_body=more)
+        choice, usage = chat_completion(self.server, messages, **options, extra_body=more)
         said = without_thinking(choice.message.content or "")
         text = any_of(self.rendering.stop).split(said)[0].strip()
         self.silent += "Action:" not in text

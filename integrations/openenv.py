@@ -7,7 +7,7 @@ docs/verifiers.toml.
 import dataclasses
 import threading
 import uuid
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
@@ -112,6 +112,8 @@ def application(world: envs.TextEnv) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Run):
+    plays_elsewhere: ClassVar[bool] = True
+
     host: str = runtime("127.0.0.1")
     port: int = runtime(8000)
 

@@ -1,7 +1,5 @@
 """The agent of a checkpoint: the plain policy, its fast twin, or one behind a server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

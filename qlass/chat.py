@@ -49,7 +49,7 @@ class Rendering:
         """A checkpoint's, but for what the flags of a stage say."""
         file = Path(folder) / cls.FILE
         fields = read_json(file) if file.exists() else {}
-        fields.pop("truncate", None)  # which is no setting any more
+        fields.pop("truncate", None)  # of older checkpoints
         flags = {name: getattr(config, name, None) for name in FLAGS}
         return cls(**fields | {name: value for name, value in flags.items() if value is not None})
 
@@ -160,12 +160,14 @@ class Chat:
                 lists.append(self.encode(past, before, content, template.ask))
         return lists
 
-    def action(self, text: str, task: str) -> list[int]:
+    def action(self, text: str, task: str, prompt: int = 0) -> list[int]:
         """Tokens of an action as the assistant writes it, with the token that ends its turn unless
-        Q is read before it."""
+        Q is read before it. UserError if they and `prompt` tokens exceed the model's context."""
         template = self.template
         text = self.aids.mark(text.strip(), task)
         ids = self.encode(template.ask, template.lead, text, template.stop)
+        if prompt + len(ids) > self.context:
+            raise UserError(f"an action of {len(ids):,} tokens is beyond the model's context")
         return ids if self.rendering.q_at_end else ids[:-1]
 
     def text(self, ids: Sequence[int]) -> str:
@@ -191,8 +193,8 @@ class Chat:
         while length > room and len(lists) > front + 2:
             length -= len(lists.pop(front)) + len(lists.pop(front))
         if length > room:
-            problem = f"the shortest prompt has {length:,} tokens, and the model room for {room:,}"
-            raise UserError(f"{problem} (--max-new-tokens is an action's)")
+            problem = f"a prompt has {length:,} tokens even without old turns, of {room:,} at most"
+            raise UserError(f"{problem}: a smaller --max-new-tokens leaves more room")
         return lists
 
     def prompt(self, state: State) -> list[int]:
@@ -200,7 +202,8 @@ class Chat:
 
     def pair(self, state: State, action: str) -> list[int]:
         """Tokens of (s, a), as QNet reads them."""
-        return self.prompt(state) + self.action(action, state.task)
+        prompt = self.prompt(state)
+        return prompt + self.action(action, state.task, len(prompt))
 
     def stays(self, state: State) -> int:
         """How many lists at the front of a prompt are never cut: instruction, agreement, task."""

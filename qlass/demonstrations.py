@@ -4,8 +4,6 @@ ETO publishes `conversations` of {"from", "value"}, as a JSON list; ours are `me
 docs/files.md shows a line of each.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass

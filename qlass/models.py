@@ -5,10 +5,7 @@ weight, whose chat template writes all turns alike, and that passes `check`. All
 one line. LoRA is PEFT's; weights in few bits are bitsandbytes'.
 """
 
-from __future__ import annotations
-
 import contextlib
-import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -38,24 +35,17 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 def device_and_precision(config: Any) -> tuple[torch.device, str]:
     """--device, else this process's GPU or, without any, the CPU. --precision, else bf16 on a GPU
     and float32 on a CPU, of which few have bf16 arithmetic."""
-    place = torch.device("cpu")
-    if torch.cuda.is_available() and config.device != "cpu":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    elif config.device == "cuda":
+    gpu = torch.cuda.is_available() and config.device != "cpu"
+    if config.device == "cuda" and not gpu:
         raise UserError("--device cuda: torch sees no GPU")
-    precision = config.precision
-    if precision is None:
-        precision = "bf16" if place.type == "cuda" and has_bf16(place) else "float32"
-    return place, precision
-
-
-@functools.cache
-def has_bf16(place: torch.device) -> bool:
-    """Whether a GPU computes in bf16, as those since compute capability 8 do."""
-    major, minor = torch.cuda.get_device_capability(place)
-    if major < 8:
-        warn(f"compute capability {major}.{minor} has no bf16: --precision float32 is taken")
-    return major >= 8
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    place = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if config.precision:
+        return place, config.precision
+    bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    if gpu and not bf16:
+        warn("this GPU computes no bf16: --precision float32 is taken")
+    return place, "bf16" if bf16 else "float32"
 
 
 # ---------------------------------------------------------------------------------------- loading
@@ -118,7 +108,7 @@ def load_chat(path: str | Path, config: Any) -> Chat:
             ids = sentencepiece.SentencePieceProcessor(model_file=str(pieces)).encode(PROBE)
             if tokenizer.encode(PROBE, add_special_tokens=False) != ids:
                 raise ValueError("its tokenizer gives other tokens than its tokenizer.model")
-        ends = hf.GenerationConfig.from_model_config(settings).eos_token_id
+        ends = getattr(settings, "eos_token_id", None)
         with contextlib.suppress(OSError):  # not every checkpoint has one
             ends = hf.GenerationConfig.from_pretrained(path).eos_token_id
         ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
@@ -187,8 +177,7 @@ def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:
     groups = []
     for module, rate in rates:
         trained = [p for p in module.parameters() if p.requires_grad]
-        if trained:
-            groups.append({"params": trained, "lr": rate, "peak": rate})
+        groups.append({"params": trained, "lr": rate, "peak": rate})
     optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
         import bitsandbytes

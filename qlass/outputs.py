@@ -14,8 +14,6 @@
 No torch here, so that bellman.py starts at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -44,6 +42,7 @@ LAYOUT = 2  # of a run's folder
 Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
 
 
+@functools.cache  # once a process
 def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
@@ -143,10 +142,9 @@ def parts_folder(output: Path) -> Path:
 
 
 def input_of(output: Path, name: str) -> Path | None:
-    """Where an input of an output is; None: there was none, or it is gone."""
+    """Where an input of an output was; None: there was none."""
     place = meta_of(output)["inputs"].get(name)
-    path = output.parent / (place or "")
-    return path if place and path.exists() else None
+    return output.parent / place if place else None
 
 
 def checkpoint(name: str | Path) -> Path:
@@ -169,13 +167,8 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path
     path = named or config.run / name
     if named and not name.endswith(".jsonl"):
         path = checkpoint(named)
-    elif named and not named.exists():
-        raise UserError(f"{named}: no such file")
-    if not path.exists():
+    if not named and not path.exists():
         make(path, stage, config)
-    env = meta_of(path)["recipe"].get("env", config.env)
-    if env != config.env:
-        raise UserError(f"{path} is of {env}, not of {config.env}: name another")
     for source in changed_inputs(path):
         warn(f"{path} was made from another {source} than there is now: make it again")
     return path
@@ -188,8 +181,7 @@ def make(path: Path, stage: str, config: Any) -> None:
     if config.run != default_run(config.env) and not (config.run / "run.json").exists():
         raise UserError(f"{config.run}: no such run; python sft.py {words} begins it")
     if share()[1] > 1 or (stage != "sft" and getattr(config, "sft", None)):
-        way_out = "make it first, by one process, of the agent that is meant"
-        raise UserError(f"{path} is missing: {way_out}: python {stage}.py {words}")
+        raise UserError(f"{path} is missing: make it first, by {stage}.py and one process")
     print(f"{path} is missing: making it with python {stage}.py {words}", flush=True)
     importlib.import_module(stage).main(flags)
 
@@ -207,7 +199,7 @@ def changed_inputs(output: Path) -> list[Path]:
     changed = []
     for name in meta["inputs"]:
         path = input_of(output, name)
-        if path and sha256(path) != meta["recipe"][name]:
+        if path and path.exists() and sha256(path) != meta["recipe"][name]:
             changed.append(path)
     return changed
 
@@ -217,6 +209,12 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
 
     settings: what its bytes depend on, beside the content of the inputs.
     """
+    if output in inputs.values():
+        raise UserError(f"{output} is an input too: name another --out")
+    for path in filter(None, inputs.values()):
+        env = meta_of(path)["recipe"].get("env", config.env)
+        if env != config.env:
+            raise UserError(f"{path} is of {env}, not of {config.env}: name another")
     hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
     recipe = json.loads(json.dumps(settings | hashes | {"stage": config.stage}, default=str))
     meta = meta_of(output)
@@ -227,7 +225,8 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     own = meta["recipe"].get("stage", config.stage) == config.stage
     differs = differences(meta["recipe"], recipe, inputs)
     if begun and differs and not (own and config.overwrite):
-        way_out = "another --out or --run keeps both, --overwrite makes its own command's again"
+        again = ", --overwrite starts again" if own else ""
+        way_out = f"another --out or --run keeps both{again}"
         raise UserError(f"{output} was begun with {differs}: {way_out}")
     if config.overwrite:
         for path in (output, parts_folder(output), meta_path(output)):

@@ -1,7 +1,5 @@
 """What a QNet learns from: the pairs of (s, a) of labelled trees, and whether it ranks siblings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,19 +82,16 @@ def ranking(
     """
     together = [family for tree in trees for family in families(tree)]
     requests = [Score(f[0].state, tuple(pair.action for pair in f)) for f in together]
-    square: list[float] = []
-    within: list[float] = []
-    right: list[float] = []
-    for family, values in zip(together, score(requests), strict=True):
-        q = np.array([pair.q for pair in family])
-        errors = np.array(values) - q
-        square += list(errors**2)
-        within += list((errors - errors.mean()) ** 2)
-        right += agreement(q, np.array(values))
-    n = max(1, len(square))
+    values = list(map(np.array, score(requests)))
+    targets = [np.array([pair.q for pair in family]) for family in together]
+    errors = [v - q for v, q in zip(values, targets, strict=True)]
+    square = sum(float((e**2).sum()) for e in errors)
+    within = sum(float(((e - e.mean()) ** 2).sum()) for e in errors)
+    right = [x for pair in zip(targets, values, strict=True) for x in agreement(*pair)]
+    n = max(1, sum(map(len, errors)))
     return {
-        "mse": float(sum(square) / n),
-        "within_mse": float(sum(within) / n),
+        "mse": square / n,
+        "within_mse": within / n,
         "sibling_accuracy": float(sum(right) / len(right)) if right else None,
         "sibling_pairs": len(right),
     }

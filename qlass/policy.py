@@ -137,7 +137,7 @@ class Policy:
         """
         prompt = self.chat.prompt(request.state)
         task = request.state.task
-        actions = [self.chat.action(action, task) for action in request.valid]
+        actions = [self.chat.action(action, task, len(prompt)) for action in request.valid]
 
         totals = np.zeros(len(actions))
         for a, ids in enumerate(actions):
@@ -166,7 +166,7 @@ class Policy:
         It is the sum of its tokens'. The end of the turn is one of these.
         """
         prompt = self.chat.prompt(state)
-        ids = self.chat.action(action, state.task)
+        ids = self.chat.action(action, state.task, len(prompt))
         logp = self.logits(prompt, ids).log_softmax(-1)
         of_tokens = logp[range(len(ids)), ids]  # (len(ids),)
         return float(of_tokens.double().sum())

@@ -3,8 +3,6 @@
 A preset that fits is taken unasked: the paper's for a pretrained model, else the tiny model's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 from pathlib import Path
@@ -15,8 +13,8 @@ from qlass.outputs import read_json
 PRESETS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
-def settings(config: Any) -> dict[str, Any]:
-    """The preset, and what it says of the fields of a stage's Config, on its environment."""
+def settings(config: Any) -> tuple[str, dict[str, Any]]:
+    """The preset's name, and what it says of the fields of a stage's Config, on its environment."""
     preset = config.preset or preset_for(config)
     tables = [PRESETS[preset]["any"], PRESETS[preset].get(config.env, {})]
     if getattr(config, "lora", None):
@@ -30,7 +28,7 @@ def settings(config: Any) -> dict[str, Any]:
     if "env_option" in values:
         values["env_option"] = tuple(values["env_option"])
     fields = {field.name for field in dataclasses.fields(config)}
-    return {n: value for n, value in values.items() if n in fields} | {"preset": preset}
+    return preset, {name: value for name, value in values.items() if name in fields}
 
 
 def preset_for(config: Any) -> Any:

@@ -98,7 +98,7 @@ def read(path: Path, kind: type[L], convert: Callable[[Any], Any] | None = None)
     with a line before its type is checked.
     """
     check = TypeAdapter(kind).validate_python
-    optional = kind.__optional_keys__  # type: ignore[attr-defined]
+    required = kind.__required_keys__  # type: ignore[attr-defined]
     with one_line(path):
         text = path.read_text(encoding="utf-8-sig")
         lines: Any = json.loads(text) if text.startswith("[") else text.split("\n")
@@ -109,6 +109,8 @@ def read(path: Path, kind: type[L], convert: Callable[[Any], Any] | None = None)
             record: Any = json.loads(line) if isinstance(line, str) else line
             if convert:
                 record = convert(record)
-            record = {n: v for n, v in record.items() if v is not None or n not in optional}
+            record = {
+                n: v for n, v in record.items() if v is not None or n in required or kind is Line
+            }
             record.update(check(record))  # in the order of the file
         yield record

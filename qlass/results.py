@@ -1,7 +1,5 @@
 """results.jsonl: what its lines say of a task and a method, and its metadata of all of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,10 +103,9 @@ def identity(record: dict) -> tuple:
     return tuple(map(record.get, CONDITION))
 
 
-def protocol(config: Any, env: Any, chat: Chat | None) -> dict[str, Any]:
-    """What the numbers of a file mean, as far as its lines do not tell it (docs/files.md)."""
-    fields = {"environment": config.env, "version": env.version, "max_steps": env.max_steps}
-    fields |= {"options": env.settings["env_option"], "data": env.settings["env_files"]}
+def protocol(env: Any, chat: Chat | None) -> dict[str, Any]:
+    """How tasks were played, as far as neither lines nor recipe tell it (docs/files.md)."""
+    fields = {"max_steps": env.max_steps}
     if chat:
         fields["temperature"] = chat.rendering.temperature
         fields["tokens"] = "nominal" if chat.rendering.candidates == "valid" else "real"

@@ -5,8 +5,6 @@ The client of `openai` waits for a server that is busy or away. What a server an
 what it has read in part or not finished, stops the run in one line: the same command goes on.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -134,7 +132,7 @@ class ServedPolicy:
     def likelihood(self, state: State, action: str) -> float:
         """log pi(a | s) of one text, in nats."""
         prompt = self.chat.prompt(state)
-        ids = self.chat.action(action, state.task)
+        ids = self.chat.action(action, state.task, len(prompt))
         more = {"prompt_logprobs": 0}
         choice, _ = self.server.complete(prompt + ids, max_tokens=1, extra_body=more)
         logprobs = getattr(choice, "prompt_logprobs", None)

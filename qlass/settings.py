@@ -4,8 +4,6 @@ What no flag says comes from RUN/run.json, then from a preset (qlass/presets.tom
 class, where the paper's settings stand.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys
@@ -36,6 +34,7 @@ class Run:
     """What every command of a run has."""
 
     stage: ClassVar[str] = ""  # whose settings a preset has for this command
+    plays_elsewhere: ClassVar[bool] = False  # with more options of the environment, if asked to
 
     env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
     env_option: UseAppendAction[tuple[str, ...]] = ()  # NAME=VALUE, of the environment
@@ -113,22 +112,22 @@ def parse(
 
 def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R:
     """The settings of a command of a run."""
-    config = parse(kind, doc, argv)
+    config = parse(kind, doc, argv)  # which run, and of what
     options = config.env_option
     folder = default_run(config.env) if config.run == UNNAMED else config.run
     run = read_run(folder)
     shared = {name: run[name] for name in ("env", "seed", "preset") if run} | {"run": folder}
-    config = parse(kind, doc, argv, kind(**shared))
-    defaults = presets.settings(config)
+    config = parse(kind, doc, argv, kind(**shared))  # which preset
+    shared["preset"], defaults = presets.settings(config)
     config = parse(kind, doc, argv, kind(**shared | defaults))
     if run:
-        if config.env != run["env"]:
-            raise UserError(f"{folder} is of {run['env']}, not of {config.env}: name another --run")
-        options = tuple(dict.fromkeys((*run["env_option"], *options)))
+        own = run["env_option"]
+        options = tuple(dict.fromkeys((*own, *options)))
+        if config.env != run["env"] or (len(options) > len(own) and not kind.plays_elsewhere):
+            raise UserError(f"{folder} is of {' '.join([run['env'], *own])}: name another --run")
     elif not options:
         options = defaults.get("env_option", ())
     config = dataclasses.replace(config, env_option=options)
-    del defaults["preset"]
     taken = [name for name, value in defaults.items() if getattr(config, name) == value]
     if taken:
         shown = ", ".join(f"{name} {defaults[name]}" for name in taken)

@@ -1,7 +1,5 @@
 """The tiny model, a small Llama trained from scratch, and the aids it reads and writes with."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ Each process has all of the model. It is not wrapped: DDP would hang on micro-ba
 number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -235,7 +233,7 @@ class Training:
 
     def load(self, name: str) -> list[dict]:
         """Take model, optimizer and random numbers from a state. Returns its log."""
-        with one_line(self.states / name, " (delete it to begin again)"):
+        with one_line(f"{self.states / name} can't be read; delete {self.states} to begin again"):
             state = torch.load(self.states / name, map_location="cpu", weights_only=True)
         trained, moments, random, lines = state
         self.model.load_state_dict(trained, strict=False)  # not the frozen ones

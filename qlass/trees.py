@@ -4,8 +4,6 @@ The lines of a tree stand together, the root first, parents before children. A t
 its nodes. No torch here, so that bellman.py starts at once.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from operator import itemgetter

@@ -15,6 +15,8 @@ before it answers is an "oracle": no agent could do that.
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
 from pathlib import Path
 
 from tyro.conf import Positional
@@ -37,6 +39,8 @@ class Config:
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
+    os.environ.setdefault("HOME", tempfile.gettempdir())  # matplotlib asks for it
+    os.environ["MPLBACKEND"] = "agg"  # not a notebook's, which needs its packages
     from reporting import expected, figures, page, tables
     from reporting.results import read_results, result_files
 

@@ -214,7 +214,7 @@ def doubts(groups: Iterable[Group]) -> Iterator[str]:
 
 # -------------------------------------------------------------------------------- what one table, and one row, may hold
 
-AGENT = ("temperature", "tokens")  # fields of a protocol in which a table's rows may differ
+AGENT = ("temperature", "tokens", "not told by")  # fields of a protocol in which a table's rows may differ
 
 
 def tables_of(groups: Sequence[Group]) -> list[list[Group]]:
@@ -222,12 +222,22 @@ def tables_of(groups: Sequence[Group]) -> list[list[Group]]:
     return [list(rows) for _, rows in groupby(groups, lambda group: group.condition.env)]
 
 
+WORLD = {"environment": "env", "version": "env_version", "options": "env_option", "data": "env_files"}  # of a recipe
+
+
+def protocol_of(path: Path) -> dict[str, Any]:
+    """What the numbers of a file mean: the environment of its recipe, and how its tasks were played."""
+    meta = meta_of(path)
+    world = {name: meta["recipe"][setting] for name, setting in WORLD.items() if setting in meta["recipe"]}
+    return world | meta.get("protocol", {"not told by": str(path)})
+
+
 def protocol(groups: Sequence[Group]) -> dict[str, Any]:
     """What the numbers of these rows mean: what their files' metadata and lines tell, several values as a list."""
     episodes = pd.concat([group.episodes for group in groups])
     fields: dict[str, list] = {}
     for path in episodes["file"].unique():
-        for name, value in meta_of(path).get("protocol", {"not told by": str(path)}).items():
+        for name, value in protocol_of(path).items():
             if value not in fields.setdefault(name, []):
                 fields[name].append(value)
     tasks = {}
@@ -246,8 +256,7 @@ def check_tables(groups: Sequence[Group]) -> Iterator[str]:
         env, most = rows[0].condition.env, max(rows, key=lambda group: len(group.blocks))
         protocols = {}
         for path in dict.fromkeys(path for group in rows for path in group.episodes["file"]):
-            protocol = meta_of(path).get("protocol", {})
-            protocols[path] = {name: value for name, value in protocol.items() if name not in AGENT}
+            protocols[path] = {name: value for name, value in protocol_of(path).items() if name not in AGENT}
         check_alike(protocols, env, ALONE)
         for group in rows:
             if not group.blocks.keys() <= most.blocks.keys():

@@ -8,7 +8,7 @@ from fakes import FakeEnv, save_agent, tiny_backbone, word_chat
 from hypothesis import settings
 
 from data import make_alfworld
-from qlass.outputs import read_jsonl
+from qlass.outputs import read_jsonl, warn
 from train_qnet import QNet
 
 torch.set_num_threads(1)
@@ -20,8 +20,9 @@ os.environ.pop("ALFWORLD_DATA", None)  # the bundled games
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Each test stands in a folder of its own."""
+    """Each test stands in a folder of its own, and is warned anew."""
     monkeypatch.chdir(tmp_path)
+    warn.cache_clear()
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def test_prompts_beyond_the_context():
         assert lists == whole[:stays] + whole[stays - len(lists) :]  # instruction, task and the newest turns
         assert sum(map(len, lists + whole[stays : stays + 2])) > 34  # no more than had to go
     chat.context = 15
-    with pytest.raises(UserError, match=r"the shortest prompt has \d+ tokens, and the model room for 9"):
+    with pytest.raises(UserError, match=r"a prompt has \d+ tokens even without old turns, of 9 at most"):
         chat.prompt(state)
 
 

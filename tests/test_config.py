@@ -13,7 +13,7 @@ import build_trees
 import q_search
 import sft
 import train_qnet
-from qlass import UserError, models, presets
+from qlass import UserError, presets
 from qlass.settings import Run
 
 STAGES = [sft, build_trees, bellman, train_qnet, q_search]
@@ -43,12 +43,10 @@ def test_a_device_without_what_is_needed_is_refused_and_one_without_bf16_takes_f
     for device in ("mps", "cuda:1", "gpu"):
         with pytest.raises(SystemExit):
             settings_of(build_trees, "--device", device)
-    for capability, precision in ((7, 5), "float32"), ((8, 0), "bf16"):
-        models.has_bf16.cache_clear()
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_, pair=capability: pair)
+    for supported, precision in (False, "float32"), (True, "bf16"):
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation, supported=supported: supported)
         assert settings_of(build_trees).recipe()["precision"] == precision
-    models.has_bf16.cache_clear()
-    assert capsys.readouterr().err.count("compute capability 7.5 has no bf16") == 1
+    assert capsys.readouterr().err.count("this GPU computes no bf16") == 1
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -111,9 +109,11 @@ def test_a_run_has_one_environment_seed_and_preset(tmp_path):
         assert (config.env, config.env_option, config.seed) == ("frozenlake", ("map=4x4",), 4)
         assert (config.preset, config.rollouts) == ("paper", 64)
     assert settings_of(build_trees, *run, "--seed", "5", "--preset", "tiny").rollouts == 600
-    for stage in (build_trees, q_search):
-        with pytest.raises(UserError, match=rf"{tmp_path} is of frozenlake, not of webshop: name another --run"):
-            settings_of(stage, *run, "--env", "webshop")
+    for flags in (["--env", "webshop"], ["--env-option", "slippery=true"]):
+        with pytest.raises(UserError, match=rf"{tmp_path} is of frozenlake map=4x4: name another --run"):
+            settings_of(build_trees, *run, *flags)
+    with pytest.raises(UserError, match="name another --run"):
+        settings_of(q_search, *run, "--env", "webshop")
     assert settings_of(q_search, *run, "--env-option", "stray=0").env_option == ("map=4x4", "stray=0")
     (tmp_path / "run.json").write_text(json.dumps({"env": "frozenlake"}))
     with pytest.raises(UserError, match=r"run\.json: of another version of this code"):

@@ -140,7 +140,7 @@ def test_another_recipe_is_refused_and_runtime_flags_may_differ(tmp_path):
 def test_an_input_of_another_environment_is_refused(tmp_path):
     grow(tmp_path / "a" / "trees.jsonl", "--env", "frozenlake")
     with pytest.raises(UserError, match=r"trees\.jsonl is of frozenlake, not of webshop: name another"):
-        find_or_make(tmp_path / "a" / "trees.jsonl", "build_trees", "trees.jsonl", flags())
+        begin(tmp_path / "b" / "q_labels.jsonl", trees=tmp_path / "a" / "trees.jsonl")
 
 
 def test_an_output_of_another_command_stays_even_with_overwrite(tmp_path):
@@ -203,8 +203,6 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
         return "".join(capsys.readouterr())
 
     monkeypatch.setattr("bellman.main", make)
-    with pytest.raises(UserError, match="named: no such file"):
-        find(tmp_path / "named")
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(UserError, match=r"rnu: no such run; python sft.py --run"):  # a typo begins nothing
         find(config=dataclasses.replace(config, run=tmp_path.with_name(tmp_path.name + "rnu")))

@@ -16,6 +16,7 @@ from fakes import fork
 import q_search
 from qlass.outputs import meta_of, read_jsonl
 from qlass.trees import read_trees
+from reporting.results import protocol_of
 
 ROOT = Path(__file__).parents[1]
 STAGES = {"sft": "sft", "build_trees": "trees.jsonl", "bellman": "q_labels.jsonl", "train_qnet": "qnet",
@@ -59,7 +60,7 @@ def test_each_stage_leaves_its_file_and_how_it_came_about_and_the_next_one_means
         assert meta["recipe"]["env"] == OWN and meta["versions"]["torch"]
         assert meta["inputs"].keys() <= meta["recipe"].keys()
     world = {"environment": OWN, "version": "0", "options": ["map=4x4"], "data": {}, "max_steps": 40}
-    assert meta["protocol"] == world | {"temperature": 1.0, "tokens": "nominal"}
+    assert protocol_of(lake / "results.jsonl") == world | {"temperature": 1.0, "tokens": "nominal"}
     demonstrations, trees, labels, results = (
         {line["task_id"] for line in read_jsonl(lake / f"{name}.jsonl")}
         for name in ("expert", "trees", "q_labels", "results")

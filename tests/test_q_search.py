@@ -8,7 +8,7 @@ import pytest
 from fakes import FakeEnv, Script, path_of, run, say, true_q, word_chat
 
 import q_search
-from experiments.compare import Distinct
+from experiments.compare import distinct
 from q_search import Method
 from qlass import models
 from qlass.batching import Sample, Score
@@ -94,7 +94,7 @@ def test_equal_draws_are_one_candidate():
     ],
 )
 def test_candidates_are_drawn_until_m_differ(draws, candidates, drawn):
-    method = Distinct("qlass", "q", M=2)
+    method = distinct(Method("qlass", "q", M=2))
     _, asked = play("test0", method, Script({(): f"{draws} left left left left left"}), onward(0))
     first = [r for r in asked if isinstance(r, Sample) and not path_of(r.state)]
     assert sum(r.n for r in first) == drawn and len({r.key for r in first}) == len(first)

@@ -202,7 +202,7 @@ def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, mo
     train(there)
 
 
-def test_the_demonstrations_of_a_checkpoint_are_found_from_its_run_or_asked_for(clone, tmp_path, capsys):
+def test_the_demonstrations_of_a_checkpoint_are_found_from_its_run_or_missed(clone, tmp_path):
     expert = tmp_path / "elsewhere" / "eto.json"
     expert.parent.mkdir()
     expert.write_text(json.dumps([ETO] * 3))
@@ -211,8 +211,8 @@ def test_the_demonstrations_of_a_checkpoint_are_found_from_its_run_or_asked_for(
     path, given = demonstrations.demonstrations_of(moved)
     assert given == 2 and len(read(path, FakeEnv())) == 3
     expert.unlink()
-    assert demonstrations.by_task(None, moved, FakeEnv()) == (None, {})
-    assert "moved/sft: its demonstrations are not at hand (--expert)" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"elsewhere/eto\.json: .*No such file"):
+        demonstrations.by_task(None, moved, FakeEnv())
 
 
 def test_of_actions_behind_which_the_turn_ends_the_share_by_hand(monkeypatch):

@@ -42,6 +42,7 @@ for name in ("alfworld", "sciworld"):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Judge):
     stage: ClassVar[str] = "qval"
+    plays_elsewhere: ClassVar[bool] = True
 
     points: int = 200  # states
     split: str = "test"  # tasks that they are from

@@ -274,7 +274,8 @@ class PromptCache:
 def question_of(chat: Chat, state: State, actions: Iterable[str]) -> Question:
     """The tokens of a state's messages, and of actions in it."""
     messages = chat.prompt_tokens(state)
-    return Question(messages, [chat.action(text, state.task) for text in actions])
+    length = sum(map(len, messages))
+    return Question(messages, [chat.action(text, state.task, length) for text in actions])
 
 
 def unread(
