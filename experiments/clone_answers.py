@@ -25,13 +25,13 @@ from qlass.demonstrations import Demonstration
 from qlass.messages import State
 from qlass.outputs import Inputs, checkpoint
 from qlass.policy import QUESTION, Policy
-from qlass.settings import read_settings, run_stage
+from qlass.settings import Number, read_settings, run_stage
 from qlass.training import Training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(sft.Config):
-    observation_loss: float = 1.0  # weight of a token of the environment's answers
+    observation_loss: Number = 1.0  # weight of a token of the environment's answers
 
 
 @dataclasses.dataclass

@@ -17,6 +17,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal
 
+from pydantic import PositiveInt
 from tyro.conf import arg
 
 import envs
@@ -42,7 +43,7 @@ class Config(q_search.Config):
     """q_search.py's settings, and whose wordings the agent reads."""
 
     method: tuple[Name, ...] = runtime(("all",))  # one or more of the table above
-    M: Annotated[tuple[int, ...], arg(aliases=["-M"])] = runtime(())  # candidates per step (2; all: 2 4 6)
+    M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = runtime(())  # candidates per step (2; all: 2 4 6)
     distinct: bool = False  # draw until M actions differ, 3M times at most
     paraphrase_server: str | None = None  # a chat server that words the task anew for each candidate
 

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import PositiveInt
 from torch.nn.functional import logsigmoid
 
 import envs
@@ -38,7 +39,7 @@ from qlass.outputs import Inputs, find_or_make
 from qlass.pairs import GAP, families, pairs_of
 from qlass.presets import PRESETS
 from qlass.records import Label
-from qlass.settings import read_settings, run_stage, runtime
+from qlass.settings import Number, read_settings, run_stage, runtime
 from qlass.trees import read_trees
 
 # Learning rates; the tiny model's were chosen on validation tasks.
@@ -55,11 +56,11 @@ class Config(learning.Config):
     stage: ClassVar[str] = "eto"
 
     pairs: Literal["expert", "siblings"] = "expert"  # what is compared
-    beta: float = 0.1  # of the DPO loss
-    batch_tasks: int = 100  # tasks or trees an iteration
-    epochs: int = 3  # passes over its pairs
-    batch: int = 16  # pairs an update
-    every: int = 1  # iterations a validation
+    beta: Number = 0.1  # of the DPO loss
+    batch_tasks: PositiveInt = 100  # tasks or trees an iteration
+    epochs: PositiveInt = 3  # passes over its pairs
+    batch: PositiveInt = 16  # pairs an update
+    every: PositiveInt = 1  # iterations a validation
     expert: Path | None = runtime(None)  # demonstrations (those that the agent was cloned from)
     labels: Path | None = runtime(None)  # RUN/q_labels.jsonl, made if missing
 

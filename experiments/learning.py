@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 
 import envs
 from experiments import drive_in_order
@@ -27,7 +28,7 @@ from qlass.fast.decode import FastPolicy
 from qlass.messages import uniforms
 from qlass.outputs import Inputs, atomic, lock, meta_of, meta_path, write_json, write_jsonl
 from qlass.policy import QUESTION, Policy
-from qlass.settings import Prompt, runtime
+from qlass.settings import Number, Prompt, runtime
 
 WARMUP = 4  # updates
 PATIENCE = 8  # batches that spend nothing: all trees were read, or no two trajectories differ
@@ -42,14 +43,14 @@ class Config(Prompt):
 
     name: str = ""  # of the checkpoint RUN/sft-NAME
     sft: Path | None = runtime(None)  # checkpoint of the agent (RUN/sft, made if missing)
-    lr: float = 1e-6  # learning rate, after a few updates of warm-up
-    lora: int | None = None  # train updates of this rank alone
+    lr: Number = 1e-6  # learning rate, after a few updates of warm-up
+    lora: PositiveInt | None = None  # train updates of this rank alone
     optim: Literal["adamw", "adamw8bit"] = "adamw"  # moments in 32 or in 8 bits
     gradient_checkpointing: bool = runtime(False)  # less memory, a third more time
-    budget: float = runtime(1e6)  # what to spend
+    budget: Number = runtime(1e6)  # what to spend
     budget_in: Literal["tokens", "env_steps"] = runtime("tokens")  # each unique token counts once
-    val: int = 100  # validation tasks (0: all)
-    every: int = 4  # batches a validation
+    val: NonNegativeInt = 100  # validation tasks (0: all)
+    every: PositiveInt = 4  # batches a validation
 
 
 class Learner:

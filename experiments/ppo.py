@@ -23,6 +23,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 
 import envs
 from experiments import targets
@@ -37,7 +38,7 @@ from qlass.outputs import Inputs, find_or_make, meta_of, shared_flags
 from qlass.pairs import states_of
 from qlass.presets import PRESETS
 from qlass.records import Label
-from qlass.settings import read_settings, run_stage, runtime
+from qlass.settings import Number, read_settings, run_stage, runtime
 from qlass.trees import read_trees
 from train_qnet import QNet
 
@@ -58,11 +59,11 @@ class Config(Update):
     stage: ClassVar[str] = "ppo"
 
     name: str = "ppo"  # of the checkpoint RUN/sft-NAME
-    chains: int = 4  # trajectories a task
-    gamma: float = 0.99  # discount a turn
-    lam: float = 0.95  # lambda of the advantage
-    critic_lr: float = 1e-5  # learning rate of the critic, which is faster than the agent
-    warm_up: int = 200  # the critic's first updates
+    chains: PositiveInt = 4  # trajectories a task
+    gamma: Number = 0.99  # discount a turn
+    lam: Number = 0.95  # lambda of the advantage
+    critic_lr: Number = 1e-5  # learning rate of the critic, which is faster than the agent
+    warm_up: NonNegativeInt = 200  # the critic's first updates
     labels: Path | None = runtime(None)  # of `experiments.targets --target avg` (RUN/q_labels-avg.jsonl)
 
 

@@ -24,6 +24,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from pydantic import NonNegativeInt, PositiveInt
 from tyro.conf import arg
 
 import envs
@@ -36,7 +37,7 @@ from qlass.messages import without_thinking
 from qlass.outputs import Inputs, Output, find_or_make
 from qlass.pairs import states_of
 from qlass.results import costs_of
-from qlass.settings import Sampling, read_settings, run_stage, runtime
+from qlass.settings import Number, Sampling, read_settings, run_stage, runtime
 from qlass.trees import read_trees
 from train_qnet import QNet, scorer
 
@@ -51,10 +52,10 @@ class Config(Sampling):
 
     method: Literal["rft", "qlass", "tree", "expert"] = "qlass"  # see above
     name: str = ""  # of the files (the method)
-    M: Annotated[int, arg(aliases=["-M"])] = 3  # candidates a step, of qlass
-    N: Annotated[int | None, arg(aliases=["-N"])] = None  # trajectories a task (qlass 1, rft 3: as many samples)
-    threshold: float | None = None  # reward that it must reach (rft, tree: 1; qlass 0, all)
-    limit: int = runtime(300)  # training tasks (0: all)
+    M: Annotated[PositiveInt, arg(aliases=["-M"])] = 3  # candidates a step, of qlass
+    N: Annotated[PositiveInt | None, arg(aliases=["-N"])] = None  # trajectories a task (qlass 1, rft 3: equal samples)
+    threshold: Number | None = None  # reward that it must reach (rft, tree: 1; qlass 0, all)
+    limit: NonNegativeInt = runtime(300)  # training tasks (0: all)
     sft: Path | None = runtime(None)  # checkpoint of the agent (RUN/sft, made if missing)
     qnet: Path | None = runtime(None)  # RUN/qnet, made if missing
     trees: Path | None = runtime(None)  # RUN/trees.jsonl, made if missing

@@ -23,6 +23,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 from tyro.conf import arg
 
 import envs
@@ -35,7 +36,7 @@ from qlass.chat import Rendering
 from qlass.messages import State, uniforms
 from qlass.outputs import find_or_make
 from qlass.presets import PRESETS
-from qlass.settings import read_settings, run_stage
+from qlass.settings import Number, read_settings, run_stage
 
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
@@ -52,10 +53,10 @@ PRESETS["tiny"]["alfworld"]["tree_grpo"] = {"lr": 1e-4}
 class Update(learning.Config):
     """The settings of a batch and of `policy_loss`."""
 
-    batch_tasks: int = 32  # tasks a batch (released: 512)
-    minibatch: int = 16  # tasks an update (released: 64)
-    kl: float = 1e-3  # weight of the KL to --sft
-    entropy: float = 1e-3  # weight of the entropy bonus
+    batch_tasks: PositiveInt = 32  # tasks a batch (released: 512)
+    minibatch: PositiveInt = 16  # tasks an update (released: 64)
+    kl: Number = 1e-3  # weight of the KL to --sft
+    entropy: Number = 1e-3  # weight of the entropy bonus
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,11 @@ class Config(Update):
 
     stage: ClassVar[str] = "tree_grpo"
 
-    M: Annotated[int, arg(aliases=["-M"])] = 2  # trees a task
-    draws: int = 2  # N, branches a tree and round
-    rounds: int = 1  # L (0: chain GRPO)
+    M: Annotated[PositiveInt, arg(aliases=["-M"])] = 2  # trees a task
+    draws: PositiveInt = 2  # N, branches a tree and round
+    rounds: NonNegativeInt = 1  # L (0: chain GRPO)
     advantage: Literal["both", "inter", "intra", "states"] = "both"  # whose groups
-    discount: float = 0.95  # of states, a step
+    discount: Number = 0.95  # of states, a step
     normalise: Literal["mean-std", "mean"] = "mean-std"  # a group
 
 

@@ -21,6 +21,7 @@ from itertools import product
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import PositiveInt
 from tyro.conf import Suppress, arg
 
 import envs
@@ -33,7 +34,7 @@ from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Step, costs_of, describe
-from qlass.settings import read_settings, run_stage, runtime
+from qlass.settings import Number, read_settings, run_stage, runtime
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,11 @@ class Config(q_search.Config):
     """q_search.py's settings, -N that of particles, and each value of these for the searches that have them."""
 
     method: tuple[Literal["lookahead", "beam", "mcts", "particles"], ...] = runtime(())  # one or more
-    S: Annotated[tuple[int, ...], arg(aliases=["-S"])] = runtime((4,))  # simulations a step, of mcts
-    k: Annotated[tuple[int, ...], arg(aliases=["-k"])] = runtime((2,))  # states, of beam
-    tau: tuple[float, ...] = runtime((0.1,))  # temperature of resampling
-    c: Annotated[tuple[float, ...], arg(aliases=["-c"])] = runtime((1.0,))  # weight of the prior, of mcts
-    gamma: tuple[float, ...] = runtime(())  # that of the QNet's labels, or .9
+    S: Annotated[tuple[PositiveInt, ...], arg(aliases=["-S"])] = runtime((4,))  # simulations a step, of mcts
+    k: Annotated[tuple[PositiveInt, ...], arg(aliases=["-k"])] = runtime((2,))  # states, of beam
+    tau: tuple[Number, ...] = runtime((0.1,))  # temperature of resampling
+    c: Annotated[tuple[Number, ...], arg(aliases=["-c"])] = runtime((1.0,))  # weight of the prior, of mcts
+    gamma: tuple[Number, ...] = runtime(())  # that of the QNet's labels, or .9
     select: Suppress[str] = runtime("q")  # no flag here
 
 

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import NonNegativeInt
 from tyro.conf import Fixed, arg
 
 import envs
@@ -58,7 +59,7 @@ class Chatting(Sampling):
 
     sft: Fixed[None] = runtime(None)
     model: str = ""  # its name, if it is not in --server URL#MODEL
-    examples: int = 0  # demonstrations in front of the task
+    examples: NonNegativeInt = 0  # demonstrations in front of the task
     body: Annotated[str, arg(metavar="JSON")] = "{}"  # more fields of a request; null leaves one out
 
 
@@ -143,7 +144,7 @@ class ChatModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Chatting, q_search.Config):
-    """q_search.py's settings; those of precision, device and context are QNet's.
+    """q_search.py's settings; those of precision and device are QNet's.
 
     out: RUN/results_MODEL.jsonl. label: the model's name.
     """

@@ -15,6 +15,8 @@ expert plays the branch of each, unless --expert names demonstrations (--tasks c
 import dataclasses
 from typing import ClassVar, Literal
 
+from pydantic import NonNegativeInt
+
 import build_trees
 import envs
 from integrations.chat_agent import ChatModel, Chatting
@@ -29,8 +31,8 @@ class Config(Chatting, build_trees.Config):
     stage: ClassVar[str] = "chat_trees"  # no preset has settings for it
 
     tasks: Literal["cloned", "new"] = "new"  # cloned: those of --expert
-    rollouts: int = 8  # at most, per tree (0: no bound)
-    limit: int = runtime(100)  # number of tasks (0: all)
+    rollouts: NonNegativeInt = 8  # at most, per tree (0: no bound)
+    limit: NonNegativeInt = runtime(100)  # number of tasks (0: all)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
+from pydantic import NonNegativeInt
 
 import envs
 from integrations.trl import TextGame
@@ -115,7 +116,7 @@ class Config(Run):
     plays_elsewhere: ClassVar[bool] = True
 
     host: str = runtime("127.0.0.1")
-    port: int = runtime(8000)
+    port: NonNegativeInt = runtime(8000)
 
 
 def main(argv: list[str] | None = None) -> None:

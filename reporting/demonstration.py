@@ -17,6 +17,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import PositiveInt
+
 import envs
 from qlass import UserError, demonstrations
 from qlass.chat import Chat, Rendering
@@ -33,9 +35,9 @@ WIDTH = 100  # columns
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Run):
     expert: Path | None = runtime(None)  # demonstrations (RUN/expert.jsonl)
-    number: int = runtime(1)  # which of them, from 1
+    number: PositiveInt = runtime(1)  # which of them, from 1
     model: str | None = runtime(None)  # whose tokenizer and chat template (RUN/sft's, or the tiny model's)
-    max_tokens: int = runtime(4096)  # where sft.py cuts a trajectory
+    max_tokens: PositiveInt = runtime(4096)  # where sft.py cuts a trajectory
 
 
 def chat_of(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> Chat:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import pandas as pd
+from pydantic import PositiveInt
 from tyro.conf import arg
 
 import envs
@@ -33,7 +34,7 @@ from qlass.batching import LogProb, Models, Sample, drive
 from qlass.chat import FLAGS, Rendering
 from qlass.outputs import Inputs
 from qlass.presets import PRESETS
-from qlass.settings import read_settings, run_stage, runtime
+from qlass.settings import Number, read_settings, run_stage, runtime
 
 for name in ("alfworld", "sciworld"):
     PRESETS["tiny"][name]["qval"] = {"split": PRESETS["tiny"][name]["q_search"]["split"]}
@@ -44,15 +45,15 @@ class Config(Judge):
     stage: ClassVar[str] = "qval"
     plays_elsewhere: ClassVar[bool] = True
 
-    points: int = 200  # states
+    points: PositiveInt = 200  # states
     split: str = "test"  # tasks that they are from
-    trajectories: int = 1  # of a task
+    trajectories: PositiveInt = 1  # of a task
     actor: Literal["agent", "random"] = "agent"  # behaviour policy
-    epsilon: float = 0.25  # its share of uniform valid actions
-    candidates: int = 4  # actions of a state
+    epsilon: Number = 0.25  # its share of uniform valid actions
+    candidates: PositiveInt = 4  # actions of a state
     references: tuple[Literal["exact", "policy"], ...] = ()  # whose values are labels (exact, where it is known)
-    K: Annotated[int, arg(aliases=["-K"])] = 32  # rollouts of the reference policy
-    gamma: float = 0.95  # discount of the labels, as QVAL has it
+    K: Annotated[PositiveInt, arg(aliases=["-K"])] = 32  # rollouts of the reference policy
+    gamma: Number = 0.95  # discount of the labels, as QVAL has it
     scorers: tuple[str, ...] = ()  # all whose inputs are there
     against: str = "random"  # the scorer that others are compared with
     results: Path | None = runtime(None)  # of `search`: rewards to predict

@@ -17,13 +17,13 @@ from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answ
 from qlass import UserError
 from qlass.batching import Sample
 from qlass.messages import State, uniforms
-from qlass.settings import read_settings, runtime
+from qlass.settings import Number, read_settings, runtime
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config, Judge):
     scorer: tuple[str, ...] = runtime(())  # scores (all whose inputs are there)
-    gamma: float = 0.95  # discount of the scores that look ahead
+    gamma: Number = 0.95  # discount of the scores that look ahead
 
 
 KNOWING = {"oracle", "state_value", "sdpo_gt"}  # true values: experiments.compare --method oracle_step is their search
