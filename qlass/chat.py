@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from qlass import UserError
 from qlass.messages import State
-from qlass.outputs import read_json
+from qlass.outputs import read_json, warn
 from qlass.tiny import Aids
 
 FLAGS = ("temperature", "max_new_tokens")  # of a stage
@@ -191,6 +191,7 @@ class Chat:
         room = self.context - self.rendering.max_new_tokens - 1
         length, front = sum(map(len, lists)), self.stays(state)
         while length > room and len(lists) > front + 2:
+            warn("prompts beyond the model's context leave out their oldest turns")
             length -= len(lists.pop(front)) + len(lists.pop(front))
         if length > room:
             problem = f"a prompt has {length:,} tokens even without old turns, of {room:,} at most"

@@ -120,7 +120,10 @@ def hash_of(file: Path, changed_at: int) -> bytes:
 
 def share() -> tuple[int, int]:
     """RANK and WORLD_SIZE, as torchrun and job arrays set them; alone 0 and 1."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, n = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < n:
+        raise UserError(f"RANK {rank} of WORLD_SIZE {n}: ranks are 0 to {n - 1}")
+    return rank, n
 
 
 # ------------------------------------------------------------------------------------- the recipe
@@ -211,10 +214,10 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     """
     if output in inputs.values():
         raise UserError(f"{output} is an input too: name another --out")
-    for path in filter(None, inputs.values()):
-        env = meta_of(path)["recipe"].get("env", config.env)
+    for name, path in inputs.items():
+        env = meta_of(path)["recipe"].get("env", config.env) if path else config.env
         if env != config.env:
-            raise UserError(f"{path} is of {env}, not of {config.env}: name another")
+            raise UserError(f"{path} is of {env}, not of {config.env}: name another --{name}")
     hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
     recipe = json.loads(json.dumps(settings | hashes | {"stage": config.stage}, default=str))
     meta = meta_of(output)

@@ -75,6 +75,7 @@ def check(
     """Ask a fixed question, whose answer the checkpoint's metadata have. UserError if the server's
     differs by more than `most`, or by ten times as much with --load-in: served in few bits."""
     fingerprint = meta_of(folder).get("fingerprint")
+    print(f"{server.url}: asking for a fixed text, for ten minutes at most", file=sys.stderr)
     try:
         (values,) = answer([QUESTION])
     except Untold as error:

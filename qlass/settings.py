@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, Validation
 from tyro.conf import UseAppendAction
 
 from qlass import UserError, presets
-from qlass.outputs import LAYOUT, default_run, read_json
+from qlass.outputs import LAYOUT, default_run, read_json, warn
 
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UNNAMED = Path("runs/ENV")
@@ -149,6 +149,8 @@ def check_bounds(config: Run) -> None:
 def read_run(run: Path) -> dict[str, Any]:
     """RUN/run.json: environment, options, seed, preset; of a new run nothing."""
     file = run / "run.json"
+    if not file.exists() and any(run.glob("*.meta.json")):
+        warn(f"{file} is missing: this command takes {run} for a new run")
     values = read_json(file) if file.exists() else {}
     if values and values.get("layout") != LAYOUT:
         raise UserError(f"{file}: of another version of this code: give another --run")
@@ -160,7 +162,7 @@ def run_stage(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        print("stopped; the same command resumes", file=sys.stderr)
+        print("stopped; the same command resumes, without --overwrite", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

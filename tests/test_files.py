@@ -96,7 +96,7 @@ def refusal(path: Path) -> str:
 MISTAKES = [
     (UserError("x.jsonl:3: bad"), 2, "error: x.jsonl:3: bad\n"),
     (PermissionError(13, "no", "x"), 2, "error: [Errno 13] no: 'x'\n"),
-    (KeyboardInterrupt(), 130, "stopped; the same command resumes\n"),
+    (KeyboardInterrupt(), 130, "stopped; the same command resumes, without --overwrite\n"),
 ]
 
 
@@ -139,7 +139,7 @@ def test_another_recipe_is_refused_and_runtime_flags_may_differ(tmp_path):
 
 def test_an_input_of_another_environment_is_refused(tmp_path):
     grow(tmp_path / "a" / "trees.jsonl", "--env", "frozenlake")
-    with pytest.raises(UserError, match=r"trees\.jsonl is of frozenlake, not of webshop: name another"):
+    with pytest.raises(UserError, match=r"trees\.jsonl is of frozenlake, not of webshop: name another --trees"):
         begin(tmp_path / "b" / "q_labels.jsonl", trees=tmp_path / "a" / "trees.jsonl")
 
 
@@ -155,6 +155,12 @@ def test_an_output_of_another_command_stays_even_with_overwrite(tmp_path):
             outputs.begin(path, other(run=tmp_path, overwrite=overwrite), {}, {})
     outputs.begin(path, one(run=tmp_path), {}, {})
     assert path.exists()
+
+
+@pytest.mark.parametrize("rank", [3, -1])
+def test_a_rank_that_no_process_has_is_refused(rank):
+    with process(rank, 3), pytest.raises(UserError, match=r"ranks are 0 to 2"):
+        outputs.share()
 
 
 def test_a_text_may_hold_any_sign_of_unicode(tmp_path):
