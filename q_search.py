@@ -34,7 +34,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from tyro.conf import arg
 
 import envs
-from qlass import outputs, results
+from qlass import UserError, outputs, results
 from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, uniforms
@@ -259,6 +259,8 @@ def evaluate(
     task and the agent's Chat a coroutine, which returns the outcome. inputs: agent, QNet, and what
     else results are made from.
     """
+    if not plan:
+        raise UserError("no method to play: --method and -M have one value or more")
     path = config.out or config.run / "results.jsonl"
     out = outputs.Output(path, config, config.recipe() | env.settings, inputs, results.identity)
     shared = {"env": env.name, "split": config.split, "label": config.label or ""}
