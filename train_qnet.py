@@ -164,11 +164,7 @@ def parts_of(chat: Chat, tree: Pairs, config: Config) -> list[Part]:
     siblings together, one family. Else it is as many of these as fit in --max-tokens."""
     together = families(tree) if config.rank_weight else [[pair] for pair in tree]
     if config.plain:
-        parts = []
-        for family in together:
-            tokens = sum(len(chat.pair(pair.state, pair.action)) for pair in family)
-            parts.append(Part([family], tokens))
-        return parts
+        return [Part([f], sum(len(chat.pair(p.state, p.action)) for p in f)) for f in together]
     from qlass.fast.packing import pack_pairs
 
     return list(pack_pairs(chat, together, config.loss_on, config.max_tokens))

@@ -92,8 +92,10 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
 def in_our_layout(env: Any, line: dict) -> dict:
     """A line of ours, or of ETO's, in our layout and the environment's words."""
     if "conversations" in line:
-        turns = [(turn["from"], turn["value"]) for turn in line["conversations"]]
-        messages = [{"role": ROLES.get(name, name), "content": text} for name, text in turns]
+        messages = []
+        for turn in line["conversations"]:
+            role = ROLES.get(turn["from"], turn["from"])
+            messages.append({"role": role, "content": turn["value"]})
         line = {"task_id": env.published_id(line), "messages": messages}
     elif "messages" not in line:
         raise ValueError("neither messages, as ours, nor conversations, as ETO's")

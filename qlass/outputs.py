@@ -92,15 +92,15 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Hold the lock of an output until the block or this process ends."""
+def lock(path: Path) -> FileLock:
+    """The lock of an output, held until it is released or this process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    held = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
     try:
-        with FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True):
-            yield
+        held.acquire()
     except Timeout:
         raise UserError(f"{path}: another process is writing it") from None
+    return held
 
 
 def sha256(path: Path) -> str:
@@ -280,8 +280,7 @@ class Output:
         self.path, self.key = path, key
         self.parts = parts_folder(path)
         self.part = self.parts / f"{rank}-of-{n}.jsonl"
-        self.open = contextlib.ExitStack()
-        self.open.enter_context(lock(self.part if n > 1 else path))
+        self.lock = lock(self.part if n > 1 else path)
         self.meta = begin(path, config, settings, inputs)
         self.read()
 
@@ -331,4 +330,4 @@ class Output:
             write_json(meta_path(self.path), self.meta | figures)
             write_jsonl(self.path, self.records)
             shutil.rmtree(self.parts, ignore_errors=True)
-        self.open.close()
+        self.lock.release()

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
@@ -34,25 +33,6 @@ ACTIONS = (
     react("", "go to sink 1"),
 )
 QUESTION = LogProb(State(MESSAGES, TASK), ACTIONS)
-
-
-class Keyed(LogitsProcessor):
-    """Leaves each of a text's tokens the one that the policy draws by the text's own noise."""
-
-    def __init__(self, policy: Policy, temperature: float, noise: np.ndarray) -> None:
-        device = policy.model.device
-        self.policy = policy
-        self.temperature = torch.tensor([float(temperature)], device=device)
-        self.noise = torch.from_numpy(noise).to(device)
-        self.step = 0
-        self.logprob = 0.0  # of the text so far
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        u = self.noise[self.step, None]
-        token, logp = self.policy.draw(scores, self.temperature, u)
-        self.step += 1
-        self.logprob += float(logp)
-        return torch.full_like(scores, -torch.inf).index_fill(1, token, 0.0)
 
 
 class Policy:
@@ -76,8 +56,17 @@ class Policy:
     @torch.inference_mode()
     def text(self, request: Sample, k: int) -> Candidate:
         """Candidate k, token by token until its turn ends, each drawn by a random number."""
-        limit = self.chat.rendering.max_new_tokens
-        keyed = Keyed(self, request.temperature, uniforms(limit, self.seed, *request.key, k))
+        limit, device = self.chat.rendering.max_new_tokens, self.model.device
+        noise = torch.from_numpy(uniforms(limit, self.seed, *request.key, k)).to(device)
+        temperature = torch.tensor([float(request.temperature)], device=device)
+        logprobs: list[float] = []
+
+        def keyed(read: Tensor, logits: Tensor) -> Tensor:
+            """Leave the token that is drawn by the text's own noise."""
+            token, logp = self.draw(logits, temperature, noise[len(logprobs), None])
+            logprobs.append(float(logp))
+            return torch.full_like(logits, -torch.inf).index_fill(1, token, 0.0)
+
         options: dict[str, Any] = {
             "max_new_tokens": limit,
             "eos_token_id": sorted(self.chat.stop_ids),
@@ -87,9 +76,9 @@ class Policy:
         if stops := list(self.chat.rendering.stop):
             options |= {"stop_strings": stops, "tokenizer": self.chat.tokenizer}
         prompt = self.chat.prompt(request.state)
-        read = torch.tensor([prompt], device=self.model.device)
-        ids = self.model.generate(read, **options)[0, len(prompt) :].tolist()
-        return Candidate(self.chat.text(ids), len(ids), keyed.logprob, tuple(ids))
+        tokens = torch.tensor([prompt], device=device)
+        ids = self.model.generate(tokens, **options)[0, len(prompt) :].tolist()
+        return Candidate(self.chat.text(ids), len(ids), sum(logprobs), tuple(ids))
 
     def draw(self, logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """A token for each row of a batch.

@@ -5,7 +5,6 @@ Each process has all of the model. It is not wrapped: DDP would hang on micro-ba
 number.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -149,9 +148,8 @@ class Training:
         self.states = parts_folder(out)
         self.path = out.with_name(out.name + ".log.jsonl")
         self.lines: list[dict] = []
-        self.open = contextlib.ExitStack()
         if share()[0] == 0:
-            self.open.enter_context(lock(out))
+            self.lock = lock(out)
             self.meta = begin(out, config, config.recipe() | settings, inputs)
         wait()
         self.complete = out.exists()
@@ -257,5 +255,5 @@ class Training:
             write_json(meta_path(self.out), self.meta | figures)
             save()
             remove(self.states)
-        self.open.close()
+            self.lock.release()
         return figures

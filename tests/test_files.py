@@ -59,7 +59,7 @@ def grow(path: Path, *words, share: tuple = ALONE, stop: int | None = None, task
             out.write(map(group, todo), "groups", len(todo))
         if stop is None:
             out.finish(tasks, tasks=tasks)
-        out.open.close()
+        out.lock.release()
         return todo
 
 
@@ -111,8 +111,10 @@ def test_mistakes_end_in_one_line_and_code_2_and_bugs_in_a_traceback(capsys):
 
 def test_an_output_has_one_writer(tmp_path):
     path = tmp_path / "x.jsonl"
-    with begin(path).open, multiprocessing.get_context("fork").Pool(1) as other:
+    held = begin(path)
+    with multiprocessing.get_context("fork").Pool(1) as other:
         message = other.apply(refusal, [path])
+    held.lock.release()
     assert "x.jsonl: another process is writing it" in message
 
 

@@ -58,7 +58,7 @@ def fit(folder: Path, losses: list, stop: int | None = None, spoil: int | None =
         weights.append([p.detach().clone() for p in model.parameters()])
         return losses[len(log.curve)]
 
-    with log.open, mock.patch("sft.validate", validate):
+    with mock.patch("sft.validate", validate):
         sft.train(model, EXAMPLES, [], config, log, loss_of)
         log.load_best()
     figures = {"curve": log.curve, "best_epoch": log.best_epoch, "steps": log.step}
@@ -98,7 +98,7 @@ def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, cap
     def begun(**more: object) -> Training:
         config = dataclasses.replace(SETTINGS, run=tmp_path, **more)
         log = Training(out, config, {}, {})
-        log.open.close()
+        log.lock.release()
         return log
 
     with pytest.raises(Stopped):
