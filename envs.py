@@ -118,8 +118,7 @@ class TextEnv(Hooks, gymnasium.Env):
 
     def knows(self, action: str) -> bool:
         """Whether it would act on this text now."""
-        valid = self.valid_actions()
-        return action in valid or self.canonical(action) in map(self.canonical, valid)
+        return self.canonical(action) in map(self.canonical, self.valid_actions())
 
     def snapshot(self) -> Any:
         """All that a step changes, in whatever form `restore` takes."""

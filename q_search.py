@@ -127,8 +127,8 @@ class Method:
     def settings(self) -> dict[str, Any]:
         """The fields of a result line that tell methods apart. One without a value is empty text:
         readers of tables expect one type of a field."""
-        fields = {"method": self.name, "M": self.M, "N": self.N, "select": self.select or ""}
-        return fields | {"player": ""}
+        select = self.select or ""
+        return {"method": self.name, "M": self.M, "N": self.N, "select": select, "player": ""}
 
     def read_by_qnet(self, step: Step) -> list[str]:
         """The actions of a step whose tokens QNet has read, which costs tokens."""
@@ -192,13 +192,11 @@ async def choose_episode(episodes: list[Episode], by: str | None) -> Episode:
     """The episode that counts (line 11)."""
     if by is None:
         return episodes[0]
-    values: list[float] = []
-    for steps in episodes:
-        last = steps[-1]
-        if by == "q":  # the last action's Q speaks for the episode
-            values += await Score(last.state, (last.action,))
-        else:
-            values.append(last.reward)
+    ends = [steps[-1] for steps in episodes]
+    if by == "q":  # the last action's Q speaks for the episode
+        values = [(await Score(end.state, (end.action,)))[0] for end in ends]
+    else:
+        values = [end.reward for end in ends]
     # Episodes may end alike: then their values differ by rounding, in each batch in another way.
     best = [i for i, value in enumerate(values) if value > max(values) - 1e-6]
     return episodes[best[0]]

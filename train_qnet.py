@@ -176,11 +176,9 @@ def loss_of(qnet: QNet, parts: Sequence[Part], config: Config) -> torch.Tensor:
         from qlass.fast.packing import packed_loss  # the same, at a fraction of the cost
 
         return packed_loss(qnet, parts, config.rank_weight)
-    losses = []
-    for part in parts:
-        for family in part.families:
-            losses.append(family_loss(qnet, family, config.loss_on, config.rank_weight))
-    return torch.stack(losses).sum()
+    together = [family for part in parts for family in part.families]
+    options = config.loss_on, config.rank_weight
+    return torch.stack([family_loss(qnet, family, *options) for family in together]).sum()
 
 
 def train(

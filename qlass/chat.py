@@ -41,8 +41,8 @@ class Rendering:
     FILE = "policy.json"
 
     def save(self, folder: Path) -> None:
-        text = json.dumps(vars(self), indent=1)
-        (folder / self.FILE).write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(vars(self), indent=1) + "\n"
+        (folder / self.FILE).write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path, config: Any = None) -> Rendering:
@@ -172,11 +172,7 @@ class Chat:
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens that a model wrote -> the action, as environment and tree files hold it."""
-        written = []
-        for token in ids:
-            if token in self.stop_ids:
-                break
-            written.append(token)
+        written = list(itertools.takewhile(lambda token: token not in self.stop_ids, ids))
         return self.action_in(self.tokenizer.decode(written, skip_special_tokens=True))
 
     def action_in(self, text: str) -> str:

@@ -86,8 +86,8 @@ def replay(env: Any, task_id: str, recorded: Sequence[str] | None = None) -> Ite
         for n, action in enumerate(actions, 1):
             state, reward, done = state.act(env, action)
             if done and recorded and n < len(recorded):
-                place = f"{env.name}: task {task_id}"
-                raise UserError(f"{place}: {n} of {len(recorded)} recorded actions end the episode")
+                ended = f"{n} of {len(recorded)} recorded actions end the episode"
+                raise UserError(f"{env.name}: task {task_id}: {ended}")
             yield Move(action, state, reward, done)
             if done:
                 break

@@ -143,11 +143,7 @@ class Policy:
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         """log pi(a | s) of each request's actions as free text, in nats."""
-        answers = []
-        for request in requests:
-            state = request.state
-            answers.append([self.likelihood(state, action) for action in request.actions])
-        return answers
+        return [[self.likelihood(r.state, action) for action in r.actions] for r in requests]
 
     def likelihood(self, state: State, action: str) -> float:
         """log pi(a | s) of one action.

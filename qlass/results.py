@@ -35,11 +35,12 @@ def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
     """The fields of a line: the episode that counts, and what all cost, as of `costs_of`."""
     steps = []
     for step in best:
-        qs = [round(float(q), 4) if math.isfinite(q) else None for q in step.scores]
-        pairs = zip(step.candidates, qs, strict=True)
-        candidates = [{"action": action, "q": q} for action, q in pairs]
-        line = {"action": step.action, "observation": step.observation}
-        steps.append(line | {"candidates": candidates})
+        candidates = []
+        for action, score in zip(step.candidates, step.scores, strict=True):
+            q = round(float(score), 4) if math.isfinite(score) else None
+            candidates.append({"action": action, "q": q})
+        line = {"action": step.action, "observation": step.observation, "candidates": candidates}
+        steps.append(line)
     return {
         "task": best[0].state.task,
         "reward": best[-1].reward,

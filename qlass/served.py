@@ -139,10 +139,8 @@ class ServedPolicy:
         logprobs = getattr(choice, "prompt_logprobs", None)
         if not logprobs:
             raise Untold(f"{self.server.url}: tells no log-probabilities of a prompt, as vLLM does")
-        total = 0.0
-        for token, entry in zip(ids, logprobs[len(prompt) :], strict=True):
-            total += entry[str(token)]["logprob"]
-        return total
+        of_tokens = zip(ids, logprobs[len(prompt) :], strict=True)
+        return sum(entry[str(token)]["logprob"] for token, entry in of_tokens)
 
 
 class ServedQNet:
@@ -164,8 +162,7 @@ class ServedQNet:
         texts = [self.chat.pair(request.state, action) for action in request.actions]
         body = {"model": self.server.model, "input": texts}
         reply = self.server.ask(self.server.client.embeddings.create, **body)
-        entries = sorted(reply.data, key=lambda entry: entry.index)
-        values = [entry.embedding[0] for entry in entries]
+        values = [e.embedding[0] for e in sorted(reply.data, key=lambda entry: entry.index)]
         tokens = sum(map(len, texts))
         if reply.usage.prompt_tokens != tokens or not np.isfinite(values).all():
             raise UserError(f"{self.server.url}: reads {reply.usage}, and gives {values}")
