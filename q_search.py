@@ -283,8 +283,11 @@ def evaluate(
         rewards = [out.groups[key][0]["reward"] for key in keys if key in out.groups]
         mean = sum(rewards) / max(1, len(rewards))
         print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks")
-    leaks = results.leaks(env, out.records, inputs)
-    out.finish(planned, leaks=leaks, protocol=results.protocol(env, chat))
+    out.finish(
+        planned,
+        leaks=results.leaks(env, out.records, inputs),
+        protocol=results.protocol(env, chat),
+    )
     results.tell_unknown(out.records)
 
 

@@ -228,9 +228,10 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     own = meta["recipe"].get("stage", config.stage) == config.stage
     differs = differences(meta["recipe"], recipe, inputs)
     if begun and differs and not (own and config.overwrite):
-        again = ", --overwrite starts again" if own else ""
-        way_out = f"another --out or --run keeps both{again}"
-        raise UserError(f"{output} was begun with {differs}: {way_out}")
+        more = ", --overwrite starts again" if own else ""
+        raise UserError(
+            f"{output} was begun with {differs}: another --out or --run keeps both{more}"
+        )
     if config.overwrite:
         for path in (output, parts_folder(output), meta_path(output)):
             remove(path)

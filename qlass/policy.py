@@ -67,17 +67,17 @@ class Policy:
             logprobs.append(float(logp))
             return torch.full_like(logits, -torch.inf).index_fill(1, token, 0.0)
 
-        options: dict[str, Any] = {
-            "max_new_tokens": limit,
-            "eos_token_id": sorted(self.chat.stop_ids),
-            "logits_processor": [keyed],
-            "do_sample": False,
-        }
-        if stops := list(self.chat.rendering.stop):
-            options |= {"stop_strings": stops, "tokenizer": self.chat.tokenizer}
         prompt = self.chat.prompt(request.state)
-        tokens = torch.tensor([prompt], device=device)
-        ids = self.model.generate(tokens, **options)[0, len(prompt) :].tolist()
+        (tokens,) = self.model.generate(
+            torch.tensor([prompt], device=device),
+            max_new_tokens=limit,
+            logits_processor=[keyed],
+            do_sample=False,
+            eos_token_id=sorted(self.chat.stop_ids),
+            stop_strings=list(self.chat.rendering.stop) or None,
+            tokenizer=self.chat.tokenizer,
+        )
+        ids = tokens[len(prompt) :].tolist()
         return Candidate(self.chat.text(ids), len(ids), sum(logprobs), tuple(ids))
 
     def draw(self, logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -142,17 +142,19 @@ def check_bounds(config: Run) -> None:
         TypeAdapter(type(config)).validate_python(vars(config))
     except ValidationError as error:
         problem = error.errors()[0]
-        flag = str(problem["loc"][0]).replace("_", "-")
-        raise UserError(f"--{flag} {problem['input']}: {problem['msg']}") from None
+        flag = f"--{problem['loc'][0]}".replace("_", "-")
+        raise UserError(f"{flag} {problem['input']}: {problem['msg']}") from None
 
 
 def read_run(run: Path) -> dict[str, Any]:
     """RUN/run.json: environment, options, seed, preset; of a new run nothing."""
     file = run / "run.json"
-    if not file.exists() and any(run.glob("*.meta.json")):
-        warn(f"{file} is missing: this command takes {run} for a new run")
-    values = read_json(file) if file.exists() else {}
-    if values and values.get("layout") != LAYOUT:
+    if not file.exists():
+        if any(run.glob("*.meta.json")):
+            warn(f"{file} is missing: this command takes {run} for a new run")
+        return {}
+    values = read_json(file)
+    if values.get("layout") != LAYOUT:
         raise UserError(f"{file}: of another version of this code: give another --run")
     return values
 

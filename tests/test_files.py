@@ -211,7 +211,8 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
         return "".join(capsys.readouterr())
 
     monkeypatch.setattr("bellman.main", make)
-    (tmp_path / "run.json").write_text("{}")
+    shared = {"env": "webshop", "env_option": [], "seed": 1, "preset": "tiny", "layout": outputs.LAYOUT}
+    (tmp_path / "run.json").write_text(json.dumps(shared))
     with pytest.raises(UserError, match=r"rnu: no such run; python sft.py --run"):  # a typo begins nothing
         find(config=dataclasses.replace(config, run=tmp_path.with_name(tmp_path.name + "rnu")))
     (tmp_path / "trees.jsonl").write_text("1")
