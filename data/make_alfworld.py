@@ -172,7 +172,7 @@ def goal(task: Task, o: str, target: str) -> str:
 def games(seed: int, train: int) -> Iterator[tuple[str, dict]]:
     """(path below json_2.1.1, content of the file) of every game."""
     from environments.alfworld import games
-    from environments.alfworld.expert import plan
+    from environments.alfworld.plans import plan
 
     seen = [i for i in range(1, LAYOUTS + 1) if i not in UNSEEN]
     rooms = {(room, i): layout(seed, room, i) for room in ROOMS for i in seen}

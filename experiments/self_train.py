@@ -129,11 +129,11 @@ def kept(lines: Iterable[dict], threshold: float, expert: Iterable[dict]) -> lis
     new = {json.dumps(line["messages"]): line for line in lines if line["reward"] >= threshold - 1e-9}
     for line in expert:
         new.pop(json.dumps(line["messages"]), None)
-    chosen = []
+    trajectories = []
     for line in filter(speaks, new.values()):
         fields = {name: line[name] for name in line if name != "tokens"}
-        chosen.append(fields | {"source": "policy"})
-    return chosen
+        trajectories.append(fields | {"source": "policy"})
+    return trajectories
 
 
 def speaks(line: dict) -> bool:

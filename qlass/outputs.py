@@ -95,12 +95,12 @@ def remove(path: Path) -> None:
 def lock(path: Path) -> FileLock:
     """The lock of an output, held until it is released or this process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    held = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
+    file_lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
     try:
-        held.acquire()
+        file_lock.acquire()
     except Timeout:
         raise UserError(f"{path}: another process is writing it") from None
-    return held
+    return file_lock
 
 
 def sha256(path: Path) -> str:

@@ -28,8 +28,8 @@ def verdicts(groups: Sequence[Group], ranges: pd.DataFrame) -> list[str]:
     for row in ranges.itertuples():
         for group in groups:
             c = group.condition
-            mine = (c.env, c.method, c.M or 1, c.N or 1, c.select or "")
-            if not c.label and mine == (row.environment, row.method, row.M, row.N, row.select):
+            condition = (c.env, c.method, c.M or 1, c.N or 1, c.select or "")
+            if not c.label and condition == (row.environment, row.method, row.M, row.N, row.select):
                 name = "agent" if c.method == "greedy" else str(c)
                 mean, expected = group.reward.mean, f"expected {short(row.low, 2)} to {short(row.high, 2)}"
                 lines.append(f"{name} {short(mean, 3)}, {expected}: {verdict(mean, row.low, row.high)}")

@@ -149,8 +149,8 @@ def choices_table(groups: Sequence[Group]) -> pd.DataFrame:
         drawn, greedy = group.episodes, greedy_of(group, groups)
         if not drawn["choices"].any():
             continue
-        steps, chosen, without = drawn["steps"].sum(), drawn["choices"].sum(), (drawn["choices"] == 0).sum()
-        row = {"steps": f"{steps:,}", "with a choice": f"{chosen:,} ({chosen / steps:.0%})"}
+        steps, choices, without = drawn["steps"].sum(), drawn["choices"].sum(), (drawn["choices"] == 0).sum()
+        row = {"steps": f"{steps:,}", "with a choice": f"{choices:,} ({choices / steps:.0%})"}
         row |= {"episodes": f"{len(drawn):,}", "without any choice": f"{without:,} ({without / len(drawn):.0%})"}
         if greedy:
             ours, theirs = paired(group.values("reward"), greedy.values("reward"))

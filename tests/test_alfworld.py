@@ -15,7 +15,8 @@ import envs
 from data import make_alfworld
 from environments.alfworld import games as alfworld_data
 from environments.alfworld.env import ALFWorldEnv
-from environments.alfworld.expert import plan, told
+from environments.alfworld.expert import told
+from environments.alfworld.plans import plan
 from qlass import UserError
 
 

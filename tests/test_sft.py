@@ -183,7 +183,7 @@ def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, cap
 
 
 def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, monkeypatch):
-    """A training that was stopped goes on from the same weights, wherever they are, and from no others."""
+    """A stopped training goes on from the same weights in whatever folder, and from no others."""
     name, here, there = "org/model", tmp_path / "model", tmp_path / "there"
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda asked, **_: str({name: here}[asked]))
 

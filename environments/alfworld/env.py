@@ -14,7 +14,7 @@ from environments import writable
 from envs import UNSET, TextEnv
 from qlass import UserError
 
-from . import engine, expert, games, textworld
+from . import engine, expert, games, plans, textworld
 from .engine import PUT, PUT_ANSWERS
 
 
@@ -157,7 +157,7 @@ class ALFWorldEnv(TextEnv):
 
     def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
         """The shortest plan of a player who knows where everything is: the game file's own, else ours."""
-        for action in self.game.walkthrough or expert.plan(self.game, self.game.start) or ():
+        for action in self.game.walkthrough or plans.plan(self.game, self.game.start) or ():
             yield self._thought(action), action
 
     def snapshot(self) -> tuple:
@@ -174,7 +174,7 @@ class ALFWorldEnv(TextEnv):
         """
         if self.engine != "python":
             raise UserError("alfworld: plans need engine='python': TextWorld hides its state")
-        way = expert.plan(self.game, self.state)
+        way = plans.plan(self.game, self.state)
         if way is None or (self.max_steps is not None and self.steps + len(way) > self.max_steps):
             return 0.0
         return gamma ** len(way)

@@ -1,20 +1,19 @@
-"""How to play ALFWorld: a plan from the complete state (an oracle), and an expert who sees what a player sees.
+"""How to play ALFWorld as an expert who sees what a player sees.
 
-`plan(game, state)` knows where everything is: it verifies generated games and is the oracle. `Memory` is what a player
-knows from the texts so far: which receptacles there are, what was seen in them, what is held, what was heated. Thoughts
-restate this and the task, nothing else. The expert also knows how often such things lie in such places in the training
-games (`rates`): it decides where to search by that, as anyone can who has played them, and does not say it.
+`Memory` is what a player knows from the texts so far: which receptacles there are, what was seen in them, what is held,
+what was heated. Thoughts restate this and the task, nothing else. The expert also knows how often such things lie in
+such places in the training games (`rates`): it decides where to search by that, as anyone can who has played them, and
+does not say it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import permutations
 
-from .engine import NOTHING_HAPPENS, PUT, TREATMENTS, Game, Goal, World
+from .engine import NOTHING_HAPPENS, PUT, TREATMENTS, Goal
 
 HAS_DOOR = ("cabinet", "drawer", "fridge", "microwave", "safe")  # a player expects to have to open these
 STATES = {"clean": "clean", "hot": "heat", "cool": "cool"}
@@ -295,168 +294,3 @@ def _parse(command: str) -> tuple[str, str, str]:
     verb, _, rest = command.partition(" ")
     one, _, two = re.sub(r" (from|to|in/on|with) ", "|", rest.removeprefix("to ")).partition("|")
     return verb, one, two
-
-
-# ---------------------------------------------------------------------------------------------------------------- plans
-class _Way:
-    """A plan in the making: commands, and what they change."""
-
-    def __init__(self, game: Game, state: World) -> None:
-        self.game = game
-        self.state = state
-        self.location = state.location
-        self.hand = state.hand
-        self.opened = set(state.opened)
-        self.commands: list[str] = []
-
-    def go(self, receptacle: str) -> None:
-        place = self.game.location[receptacle]
-        if place != self.location:
-            self.commands.append(f"go to {self.game.names[receptacle]}")
-            self.location = place
-
-    def reach(self, receptacle: str) -> None:
-        self.go(receptacle)
-        if receptacle in self.game.traits["openable"] and receptacle not in self.opened:
-            self.commands.append(f"open {self.game.names[receptacle]}")
-            self.opened.add(receptacle)
-
-    def take(self, o: str, receptacle: str) -> None:
-        self.reach(receptacle)
-        self.commands.append(f"take {self.game.names[o]} from {self.game.names[receptacle]}")
-        self.hand = o
-
-    def put(self, receptacle: str) -> None:
-        self.reach(receptacle)
-        names = self.game.names
-        self.commands.append(PUT[self.game.old].format(names[self.hand], names[receptacle]))
-        self.hand = None
-
-    def light(self, receptacle: str) -> None:
-        game = self.game
-        lamps = [o for o in self.state.contents[receptacle] if game.kinds.get(o) == game.goal.target]
-        self.go(receptacle)
-        if not any(game.is_lit_lamp(self.state, o) for o in lamps):
-            self.commands.append(f"use {game.names[lamps[0]]}")
-
-    def drop(self, receptacles: list[str], source: str) -> None:
-        """Put down what is held in one of these where it costs least: here, on the way to `source`, or anywhere."""
-        near = (self.location, self.game.location[source])
-
-        def steps(receptacle: str) -> int:
-            # What is wanted may lie in one that is closed, which is opened in any case.
-            opens = receptacle != source and not self.game.accessible(self.state, receptacle)
-            return 2 * (self.game.location[receptacle] not in near) + opens
-
-        self.put(min(receptacles, key=steps))
-
-
-def plan(game: Game, state: World) -> list[str] | None:
-    """The shortest of the sensible ways to the goal, for a player who knows where everything is; None if there is none.
-
-    A way drops what is wrongly held, then brings the object(s): fetch, treat, place; one way for each choice of
-    objects and receptacles. Choices that differ in nothing that counts for the length are tried once.
-    """
-    return [] if state.won else min(_ways(game, state), key=len, default=None)
-
-
-Fetch = tuple[str, str | None]  # an object of the goal's type, and a receptacle where it lies; None: in one's hands
-
-
-def _ways(game: Game, state: World) -> Iterator[list[str]]:
-    goal, hand = game.goal, state.hand
-    if goal.kind != "look" and (goal.target, goal.object) not in game.can_contain:
-        return
-    fits = [r for r in game.location if (game.kinds[r], game.kinds.get(hand)) in game.can_contain]
-    fetches = _fetches(game, state)
-    tools: list[str | None] = [None]
-    if goal.kind in TREATMENTS:
-        tools = [r for r in game.location if game.kinds[r] in TREATMENTS[goal.kind].tools]
-    targets = _targets(game, state)
-    used = [r for _, r in fetches] + tools
-    near = {state.location} | {game.location[r] for r in used if r}
-    for target in _unlike(game, state, targets, near):
-        there = frozenset() if goal.kind == "look" else _ready(game, state, target)
-        needed = 2 - len(there) if goal.kind == "two" else 1
-        for chosen in _choices(fetches, there, needed, hand):
-            for tool in tools:
-                way = _Way(game, state)
-                first, place = chosen[0]
-                if hand and first != hand:
-                    if not fits:  # some objects can be put down nowhere
-                        return
-                    way.drop(fits, place)
-                _bring(way, chosen, tool, target, targets)
-                yield way.commands
-
-
-def _fetches(game: Game, state: World) -> list[Fetch]:
-    """One for each place of each object, those of an object together."""
-    wanted = game.goal.object
-    places: dict[str, list[str | None]] = {}
-    if game.kinds.get(state.hand) == wanted:
-        places[state.hand] = [None]
-    for receptacle, objects in state.contents.items():
-        for o in objects:
-            if game.kinds.get(o) == wanted and o in game.traits["pickupable"] and o != state.hand:
-                places.setdefault(o, []).append(receptacle)
-    fetches: list[Fetch] = []
-    for o, receptacles in places.items():
-        fetches += [(o, receptacle) for receptacle in receptacles]
-    return fetches
-
-
-def _targets(game: Game, state: World) -> list[str]:
-    """Where the objects are to be brought: receptacles of the goal's type, or those with such a lamp."""
-    kinds, target = game.kinds, game.goal.target
-    if game.goal.kind != "look":
-        return [r for r in game.location if kinds[r] == target]
-    targets = []
-    for receptacle, objects in state.contents.items():
-        if any(kinds.get(o) == target for o in objects):
-            targets.append(receptacle)
-    return targets
-
-
-def _ready(game: Game, state: World, target: str) -> frozenset[str]:
-    """What lies in a target as the goal wants it."""
-    wanted = [o for o in state.contents[target] if game.kinds.get(o) == game.goal.object]
-    return frozenset(o for o in wanted if game.is_treated(state, o))
-
-
-def _unlike(game: Game, state: World, targets: list[str], near: set[str]) -> Iterable[str]:
-    """Of the targets that are alike in all that counts for the length of a way the first."""
-    alike: dict[tuple, str] = {}
-    for target in reversed(targets):
-        place = game.location[target]
-        if place not in near:
-            place = ""  # one that takes a step of its own, wherever it is
-        alike[place, game.accessible(state, target), _ready(game, state, target)] = target
-    return alike.values()
-
-
-def _choices(fetches: list[Fetch], there: frozenset[str], needed: int, hand: str | None) -> Iterator[tuple[Fetch, ...]]:
-    """What to fetch, in which order: each object once, and first the one in one's hands."""
-    open_fetches = [fetch for fetch in fetches if fetch[0] not in there]
-    held = any(o == hand for o, _ in open_fetches)
-    for chosen in permutations(open_fetches, needed):
-        objects = [o for o, _ in chosen]
-        if len(set(objects)) == needed and (not held or objects[0] == hand):
-            yield chosen
-
-
-def _bring(way: _Way, chosen: tuple[Fetch, ...], tool: str | None, target: str, targets: list[str]) -> None:
-    game, state = way.game, way.state
-    for o, source in chosen:
-        if source:
-            way.take(o, source)
-        if game.goal.kind == "look":
-            way.light(target)
-            return
-        if tool and not game.is_treated(state, o):
-            way.go(tool)
-            way.commands.append(f"{game.goal.kind} {game.names[o]} with {game.names[tool]}")
-        # In some real games an object lies in two receptacles: taken from one it is still in the other.
-        in_place = any(o in state.contents[r] for r in targets if r != source)
-        if game.goal.kind == "two" or not in_place:
-            way.put(target)

@@ -117,9 +117,9 @@ def main(argv: list[str] | None = None) -> None:
     if config.actor == "agent" or "policy" in references:
         config = dataclasses.replace(config, sft=outputs.find_or_make(config.sft, "sft", "sft", config))
     context = Context(config)
-    chosen = entries(context, config.scorers)
-    if config.against not in chosen:
-        raise UserError(f"--against {config.against}: choose among {', '.join(chosen)}")
+    scorers = entries(context, config.scorers)
+    if config.against not in scorers:
+        raise UserError(f"--against {config.against}: choose among {', '.join(scorers)}")
     models: Models = {Call: answer}
     rendering = Rendering()
     if "sft" in context.inputs:
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
         records = study.lines(f"labels-{name}", points, make, flags, inputs)
         returns[name] = pd.DataFrame([row for record in records for row in record["returns"]], index)
     scores, about = pd.DataFrame(index=index), {}
-    for name, entry in chosen.items():
+    for name, entry in scorers.items():
         inputs = {need: path for need, path in context.inputs.items() if need in entry.needs}
         flags = ["gamma", "judge"] if "judge" in entry.needs else ["gamma"]
         make = partial(scored, entry=entry, context=context)

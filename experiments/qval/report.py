@@ -38,8 +38,8 @@ def alignments(scores: pd.DataFrame, labels: pd.Series, about: pd.DataFrame, aga
 
     about: family and unread answers of each score.
     """
-    found = {name: metrics.alignment(scores[name], labels) for name in scores}
-    rows = about[["family"]].join(pd.DataFrame.from_dict(found, orient="index"))
+    figures = {name: metrics.alignment(scores[name], labels) for name in scores}
+    rows = about[["family"]].join(pd.DataFrame.from_dict(figures, orient="index"))
     beyond = pd.Series("–", rows.index)
     for name in rows.index.drop(against):
         blocks = metrics.difference(scores[name], scores[against], labels)
@@ -72,8 +72,8 @@ def rewards_of(path: Path, env: str) -> pd.Series:
 
 def downstream(played: pd.DataFrame) -> str:
     """Which figure of alignment predicts the reward of a search, over the scores that have both."""
-    found = {figure: metrics.correlation(played[figure], played["reward"]) for figure in PREDICT}
-    correlations = pd.Series(found).rename_axis("figure").to_frame("rank correlation with reward")
+    coefficients = {figure: metrics.correlation(played[figure], played["reward"]) for figure in PREDICT}
+    correlations = pd.Series(coefficients).rename_axis("figure").to_frame("rank correlation with reward")
     shown = played[["reward", "rho"]].sort_values("reward", ascending=False).rename_axis("scorer")
     return f"Over {len(played)} scores:\n\n{markdown(correlations)}\n\n{markdown(shown)}"
 
@@ -82,11 +82,11 @@ def report(
     scores: pd.DataFrame, about: pd.DataFrame, returns: dict[str, pd.DataFrame], against: str, rewards: pd.Series | None
 ) -> tuple[str, pd.DataFrame]:
     """The tables as Markdown, and all of their rows. A row of scores and returns is a candidate (metrics.index)."""
-    parts, found = [NOTE.format(against=against)], {}
+    parts, tables = [NOTE.format(against=against)], {}
     for name, labels in labels_of(returns).items():
         reference, _, kind = name.partition(" ")
         ceiling = {"": 1.0, "max": math.nan, "mean": metrics.label_ceiling(returns[reference])}[kind]
-        rows = found[name] = alignments(scores, labels, about, against)
+        rows = tables[name] = alignments(scores, labels, about, against)
         differ = metrics.differ(labels)
         parts.append(
             f"### Labels: {name}\n\n{len(differ)} states, {(~differ).sum()} tied. Ceilings of rho: {cell(ceiling)} for "
@@ -96,7 +96,7 @@ def report(
     if rewards is not None:
         # A score of the state alone chooses at random.
         differ = scores.fillna(-math.inf).apply(metrics.differ).any()
-        rows = next(iter(found.values()))
+        rows = next(iter(tables.values()))
         played = rows[differ[rows.index] & rows["rho"].notna()].join(rewards.rename("reward"), how="inner")
         parts.append(f"### Alignment and the reward of search\n\n{downstream(played)}")
-    return "\n\n".join(parts) + "\n", pd.concat(found, names=["labels", "scorer"])
+    return "\n\n".join(parts) + "\n", pd.concat(tables, names=["labels", "scorer"])

@@ -287,8 +287,8 @@ def entries(context: Context, named: Sequence[str], without: Collection[str] = (
     if context.config.judge:
         there.add("judge")
     nets = [name for name in context.inputs if name.startswith("qnet")]
-    known = SCORERS | {name: Entry("learned", partial(by_qnet, name), (name,)) for name in nets}
-    able = {name: entry for name, entry in known.items() if there.issuperset(entry.needs)}
+    scorers = SCORERS | {name: Entry("learned", partial(by_qnet, name), (name,)) for name in nets}
+    able = {name: entry for name, entry in scorers.items() if there.issuperset(entry.needs)}
     if missing := set(named) - able.keys():
         raise UserError(f"scorer {missing.pop()}: unknown, or its inputs are missing; choose among {', '.join(able)}")
     return {name: able[name] for name in named or able if name in named or name not in without}
