@@ -220,8 +220,8 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
             raise UserError(f"{path} is of {env}, not of {config.env}: name another --{name}")
     hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
     recipe = json.loads(json.dumps(settings | hashes | {"stage": config.stage}, default=str))
+    begun = parts_folder(output).exists() or output.exists()  # in this order, see Output.read
     meta = meta_of(output)
-    begun = output.exists() or any(parts_folder(output).glob("[!.]*"))
     if begun and not meta["recipe"]:
         problem = "is there without its .meta.json, so not of this command: move it"
         raise UserError(f"{output}: {problem}")
@@ -279,9 +279,8 @@ class Output:
         if n > 1 and config.overwrite:
             raise UserError(f"{path}: --overwrite is for one process: delete it")
         self.path, self.key = path, key
-        self.parts = parts_folder(path)
-        self.part = self.parts / f"{rank}-of-{n}.jsonl"
-        self.lock = lock(self.part if n > 1 else path)
+        self.part = parts_folder(path) / f"{rank}-of-{n}.jsonl"
+        self.lock = lock(path.with_name(f"{path.name}.{rank}-of-{n}") if n > 1 else path)
         self.meta = begin(path, config, settings, inputs)
         self.read()
 
@@ -290,13 +289,15 @@ class Output:
         return list(itertools.chain(*self.groups.values()))
 
     def read(self) -> None:
-        """All groups that are done, by their keys."""
+        """All groups that are done, by their keys. The parts first: where another process finishes
+        meanwhile, and removes them, the output has all."""
         parts: dict[Any, list[dict]] = {}
-        for part in sorted(self.parts.glob("*.jsonl")):
-            with contextlib.suppress(FileNotFoundError):  # another process has just finished
-                *lines, _ = part.read_bytes().split(b"\n")  # the last one is empty, or was cut
-                for group in map(json.loads, lines):
-                    parts[self.key(group[0])] = group
+        with contextlib.suppress(FileNotFoundError):
+            for part in sorted(self.part.parent.glob("*.jsonl")):
+                for line in part.read_bytes().split(b"\n"):
+                    with contextlib.suppress(ValueError):  # empty, or what a stop cut
+                        group = json.loads(line)
+                        parts[self.key(group[0])] = group
         records = read_jsonl(self.path) if self.path.exists() else []
         finished = {key: list(group) for key, group in itertools.groupby(records, self.key)}
         self.groups = finished | parts
@@ -311,9 +312,11 @@ class Output:
 
     def write(self, groups: Iterable[list[dict]], title: str, total: int) -> None:
         """Write groups as they come, each as one line of this process's part."""
-        self.parts.mkdir(exist_ok=True)
+        if not total:
+            return  # others may finish meanwhile, and remove the folder of the parts
+        self.part.parent.mkdir(exist_ok=True)
         with open(self.part, "ab") as out:
-            out.truncate(self.part.read_bytes().rfind(b"\n") + 1)  # what a stop cut
+            out.write(b"\n")  # behind what a stop cut
             for group in tqdm(groups, title, total, mininterval=0.5):
                 out.write(dumps(group).encode())
                 out.flush()
@@ -330,5 +333,5 @@ class Output:
                     self.groups[key] = self.groups.pop(key)
             write_json(meta_path(self.path), self.meta | figures)
             write_jsonl(self.path, self.records)
-            shutil.rmtree(self.parts, ignore_errors=True)
+            shutil.rmtree(self.part.parent, ignore_errors=True)
         self.lock.release()

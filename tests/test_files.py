@@ -55,8 +55,7 @@ def grow(path: Path, *words, share: tuple = ALONE, stop: int | None = None, task
     with process(*share):
         out = begin(path, *words, **inputs)
         todo = out.todo(tasks)[::-1][:stop]  # as they come, the last one first
-        if todo:
-            out.write(map(group, todo), "groups", len(todo))
+        out.write(map(group, todo), "groups", len(todo))
         if stop is None:
             out.finish(tasks, tasks=tasks)
         out.lock.release()
@@ -116,6 +115,17 @@ def test_an_output_has_one_writer(tmp_path):
         message = other.apply(refusal, [path])
     held.lock.release()
     assert "x.jsonl: another process is writing it" in message
+
+
+def test_a_process_with_nothing_to_do_needs_no_folder_that_another_may_remove(tmp_path):
+    path = tmp_path / "x.jsonl"
+    grow(path)
+    with process(1, 2):
+        idle = begin(path)
+    idle.write([], "groups", 0)
+    assert idle.todo(TASKS) == [] and not parts_folder(path).exists()
+    idle.finish(TASKS, tasks=TASKS)
+    assert path.read_bytes() == WHOLE and outputs.meta_of(path)["tasks"] == TASKS
 
 
 def test_another_recipe_is_refused_and_runtime_flags_may_differ(tmp_path):
