@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
-from qlass.outputs import begin, changed_inputs, find_or_make, meta_path, write_json, write_jsonl
+from qlass.outputs import begin, find_or_make, meta_path, stale, write_json, write_jsonl
 from qlass.settings import Number, Run, read_settings, run_stage, runtime
 from qlass.trees import children_of, read_trees
 
@@ -61,7 +61,7 @@ def write_labels(config: Config, values: Values = q_values) -> None:
     path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
     out = config.out or config.run / "q_labels.jsonl"
     labelled = [label(tree, values(tree, config.gamma)) for tree in read_trees(path)]
-    anew = dataclasses.replace(config, overwrite=config.overwrite or bool(changed_inputs(out)))
+    anew = dataclasses.replace(config, overwrite=config.overwrite or any(stale(out)))
     # Targets of experiments.targets are labels of the same name.
     meta = begin(out, anew, {"target": "q"} | config.recipe(), {"trees": path})
     tasks = [tree[0]["task_id"] for tree in labelled]

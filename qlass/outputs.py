@@ -25,7 +25,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +172,8 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path
         path = checkpoint(named)
     if not named and not path.exists():
         make(path, stage, config)
-    for source in changed_inputs(path):
-        warn(f"{path} was made from another {source} than there is now: make it again")
+    for problem in stale(path):
+        warn(problem)
     return path
 
 
@@ -196,15 +196,13 @@ def shared_flags(config: Any) -> list[str]:
     return flags + [f"--env-option={option}" for option in config.env_option]
 
 
-def changed_inputs(output: Path) -> list[Path]:
-    """What an output was made from, and is another now."""
+def stale(output: Path) -> Iterator[str]:
+    """A sentence for each input of an output that has changed since."""
     meta = meta_of(output)
-    changed = []
     for name in meta["inputs"]:
         path = input_of(output, name)
         if path and path.exists() and sha256(path) != meta["recipe"][name]:
-            changed.append(path)
-    return changed
+            yield f"{output} was made from another {path} than there is now: make it again"
 
 
 def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -> dict[str, Any]:
@@ -214,12 +212,19 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     """
     if output in inputs.values():
         raise UserError(f"{output} is an input too: name another --out")
+    rules = settings.get("env_version")  # a stage that plays nothing has its inputs'
     for name, path in inputs.items():
-        env = meta_of(path)["recipe"].get("env", config.env) if path else config.env
+        source = meta_of(path)["recipe"] if path else {}
+        env, version = source.get("env", config.env), source.get("env_version") or rules
         if env != config.env:
             raise UserError(f"{path} is of {env}, not of {config.env}: name another --{name}")
+        rules = rules or version
+        if version != rules:
+            warn(f"{path} is of version {version} of {env}, and the rest of version {rules}")
     hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
-    recipe = json.loads(json.dumps(settings | hashes | {"stage": config.stage}, default=str))
+    recipe = json.loads(
+        json.dumps(settings | hashes | {"stage": config.stage, "env_version": rules}, default=str)
+    )
     begun = parts_folder(output).exists() or output.exists()  # in this order, see Output.read
     meta = meta_of(output)
     if begun and not meta["recipe"]:
@@ -240,7 +245,7 @@ def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -
     folder = output.parent.resolve()
     places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
     meta |= {"recipe": meta["recipe"] | recipe, "inputs": meta["inputs"] | places}
-    meta["versions"] = {name: version(name) for name in PACKAGES}
+    meta["versions"] = {name: metadata.version(name) for name in PACKAGES}
     run = config.run / "run.json"
     if output.parent == config.run and not run.exists():
         shared = {n: getattr(config, n) for n in ("env", "env_option", "seed", "preset")}

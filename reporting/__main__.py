@@ -17,12 +17,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 from tyro.conf import Positional
 
 from qlass import UserError
-from qlass.outputs import atomic, changed_inputs, warn
+from qlass.outputs import atomic, stale
 from qlass.settings import parse, run_stage
 
 TREES = ("q_labels.jsonl", "trees.jsonl")  # of a run, for the viewer: the first that there is
@@ -49,11 +50,11 @@ def main(argv: list[str] | None = None) -> None:
     out = config.out or run / "report.html"
     if out.suffix != ".html":
         raise UserError(f"{out}: the page is HTML: name it .html")
-    warnings: list[str] = []
-    groups = read_results(sources, warnings)
     inputs = [path for _, path in sources]
     trees = config.trees or next((path for path in map(run.joinpath, TREES) if path.exists()), None)
-    warnings += stale([*inputs, *filter(None, [trees])])
+    files = [*inputs, trees] if trees else inputs
+    warnings = list(dict.fromkeys(chain.from_iterable(map(stale, files))))
+    groups = read_results(sources, warnings)
 
     text = tables.text(groups, warnings)
     print(text, flush=True)  # before anything is written: the folder may be read-only
@@ -66,16 +67,6 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
     if config.expected:
         print("\n".join(expected.verdicts(groups, expected.read_ranges(config.expected))))
-
-
-def stale(paths: list[Path]) -> list[str]:
-    """What was made from something that has changed since; each is printed, too."""
-    texts = []
-    for path in paths:
-        for source in changed_inputs(path):
-            texts.append(f"{path} was made from another {source} than there is now: make it again")
-            warn(texts[-1])
-    return texts
 
 
 if __name__ == "__main__":
