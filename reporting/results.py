@@ -117,7 +117,8 @@ class Group:
 
 
 def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
-    """(label, file) of each argument: a file, a folder's results*.jsonl, either with LABEL= in front."""
+    """(label, file) of each argument: a file, a folder's results*.jsonl, either with LABEL= in front. Of a folder with
+    complete files the others are left out, with a warning."""
     for argument in arguments:
         label, path = "", Path(argument)
         if not path.exists() and "=" in argument:
@@ -127,6 +128,11 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
         if path.is_dir():
             there = [*path.glob("results*.jsonl"), *path.glob("results*.jsonl.parts")]
             paths = [path / name for name in sorted({file.name.removesuffix(".parts") for file in there})]
+            complete = [file for file in paths if file.exists()]
+            for file in paths:
+                if complete and file not in complete:
+                    warn(f"{file}: left out, as it is not complete: the command that began it (again) completes it")
+            paths = complete or paths
         if not any(place.exists() for file in paths for place in (file, parts_folder(file))):
             raise UserError(f"{path}: no results*.jsonl; python q_search.py --run FOLDER writes one")
         yield from ((label, file) for file in paths)

@@ -222,7 +222,7 @@ def test_what_is_not_the_same_is_not_pooled_and_what_has_another_protocol_is_in_
         assert len(parts_of(first, f"{label}{second}")) == 6
 
 
-def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_refused(tmp_path, capsys):
+def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_no_row(tmp_path, capsys):
     file, parts = tmp_path / "results.jsonl", tmp_path / "results.jsonl.parts"
     write(file, [RESULT, RESULT | {"task_id": "b", "cut_prompts": 3}, RESULT | {"method": "sample"}])
     write(tmp_path / "results.meta.json", [{"recipe": {"sft": "of before"}, "inputs": {"sft": "agent.json"}}])
@@ -237,7 +237,10 @@ def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_refused
     write(tmp_path / "results_b.jsonl", [RESULT | {"task_id": "c"}, RESULT | {"reward": 0}])
     with pytest.raises(UserError, match=r"results.jsonl:1 and .*results_b.jsonl:2"):
         parts_of(tmp_path)
-    file.unlink()
+    file.rename(tmp_path / "results_b.jsonl")
+    assert [*parts_of(tmp_path)] == ["SFT greedy", "SFT sampled"]
+    assert f"warning: {file}: left out, as it is not complete" in capsys.readouterr().err
+    (tmp_path / "results_b.jsonl").unlink()
     with pytest.raises(UserError, match=r"results.jsonl: is not complete: the command that began it \(again\)"):
         parts_of(tmp_path)
 
