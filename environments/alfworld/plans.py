@@ -13,6 +13,7 @@ class _Way:
 
     def __init__(self, game: Game, state: World) -> None:
         self.game = game
+        self.names = game.names
         self.state = state
         self.location = state.location
         self.hand = state.hand
@@ -20,43 +21,49 @@ class _Way:
         self.commands: list[str] = []
 
     def go(self, receptacle: str) -> None:
+        """Go to its place, unless the player is there."""
         place = self.game.location[receptacle]
         if place != self.location:
-            self.commands.append(f"go to {self.game.names[receptacle]}")
+            self.commands.append(f"go to {self.names[receptacle]}")
             self.location = place
 
     def reach(self, receptacle: str) -> None:
+        """Go there, and open it if it is closed."""
         self.go(receptacle)
         if receptacle in self.game.traits["openable"] and receptacle not in self.opened:
-            self.commands.append(f"open {self.game.names[receptacle]}")
+            self.commands.append(f"open {self.names[receptacle]}")
             self.opened.add(receptacle)
 
     def take(self, o: str, receptacle: str) -> None:
+        """Take an object from where it lies."""
         self.reach(receptacle)
-        self.commands.append(f"take {self.game.names[o]} from {self.game.names[receptacle]}")
+        self.commands.append(f"take {self.names[o]} from {self.names[receptacle]}")
         self.hand = o
 
     def put(self, receptacle: str) -> None:
+        """Put down what is held."""
         self.reach(receptacle)
-        names = self.game.names
-        self.commands.append(PUT[self.game.old].format(names[self.hand], names[receptacle]))
+        command = PUT[self.game.old]
+        self.commands.append(command.format(self.names[self.hand], self.names[receptacle]))
         self.hand = None
 
     def light(self, receptacle: str) -> None:
-        game = self.game
-        lamps = [o for o in self.state.contents[receptacle] if game.kinds.get(o) == game.goal.target]
+        """Go where a lamp of the goal's type is, and use it unless one is lit."""
+        game, objects = self.game, self.state.contents[receptacle]
+        lamps = [o for o in objects if game.kinds.get(o) == game.goal.target]
         self.go(receptacle)
         if not any(game.is_lit_lamp(self.state, o) for o in lamps):
-            self.commands.append(f"use {game.names[lamps[0]]}")
+            self.commands.append(f"use {self.names[lamps[0]]}")
 
     def drop(self, receptacles: list[str], source: str) -> None:
         """Put down what is held in one of these where it costs least: here, on the way to `source`, or anywhere."""
-        near = (self.location, self.game.location[source])
+        game = self.game
+        near = (self.location, game.location[source])
 
         def steps(receptacle: str) -> int:
             # What is wanted may lie in one that is closed, which is opened in any case.
-            opens = receptacle != source and not self.game.accessible(self.state, receptacle)
-            return 2 * (self.game.location[receptacle] not in near) + opens
+            opens = receptacle != source and not game.accessible(self.state, receptacle)
+            return 2 * (game.location[receptacle] not in near) + opens
 
         self.put(min(receptacles, key=steps))
 
@@ -71,9 +78,11 @@ def plan(game: Game, state: World) -> list[str] | None:
 
 
 Fetch = tuple[str, str | None]  # an object of the goal's type, and a receptacle where it lies; None: in one's hands
+Choice = tuple[Fetch, ...]  # what a way brings, in this order
 
 
 def _ways(game: Game, state: World) -> Iterator[list[str]]:
+    """The commands of a way, for each choice of objects, tool and target."""
     goal, hand = game.goal, state.hand
     if goal.kind != "look" and (goal.target, goal.object) not in game.can_contain:
         return
@@ -110,33 +119,30 @@ def _fetches(game: Game, state: World) -> list[Fetch]:
         for o in objects:
             if game.kinds.get(o) == wanted and o in game.traits["pickupable"] and o != state.hand:
                 places.setdefault(o, []).append(receptacle)
-    fetches: list[Fetch] = []
-    for o, receptacles in places.items():
-        fetches += [(o, receptacle) for receptacle in receptacles]
-    return fetches
+    return [(o, receptacle) for o, receptacles in places.items() for receptacle in receptacles]
 
 
 def _targets(game: Game, state: World) -> list[str]:
     """Where the objects are to be brought: receptacles of the goal's type, or those with such a lamp."""
-    kinds, target = game.kinds, game.goal.target
+    target = game.goal.target
     if game.goal.kind != "look":
-        return [r for r in game.location if kinds[r] == target]
-    targets = []
-    for receptacle, objects in state.contents.items():
-        if any(kinds.get(o) == target for o in objects):
-            targets.append(receptacle)
-    return targets
+        return [r for r in game.location if game.kinds[r] == target]
+
+    def has_lamp(receptacle: str) -> bool:
+        return any(game.kinds.get(o) == target for o in state.contents[receptacle])
+
+    return list(filter(has_lamp, state.contents))
 
 
 def _ready(game: Game, state: World, target: str) -> frozenset[str]:
     """What lies in a target as the goal wants it."""
-    wanted = [o for o in state.contents[target] if game.kinds.get(o) == game.goal.object]
-    return frozenset(o for o in wanted if game.is_treated(state, o))
+    objects, wanted = state.contents[target], game.goal.object
+    return frozenset(o for o in objects if game.kinds.get(o) == wanted and game.is_treated(state, o))
 
 
 def _unlike(game: Game, state: World, targets: list[str], near: set[str]) -> Iterable[str]:
     """Of the targets that are alike in all that counts for the length of a way the first."""
-    alike: dict[tuple, str] = {}
+    alike = {}
     for target in reversed(targets):
         place = game.location[target]
         if place not in near:
@@ -145,7 +151,7 @@ def _unlike(game: Game, state: World, targets: list[str], near: set[str]) -> Ite
     return alike.values()
 
 
-def _choices(fetches: list[Fetch], there: frozenset[str], needed: int, hand: str | None) -> Iterator[tuple[Fetch, ...]]:
+def _choices(fetches: list[Fetch], there: frozenset[str], needed: int, hand: str | None) -> Iterator[Choice]:
     """What to fetch, in which order: each object once, and first the one in one's hands."""
     open_fetches = [fetch for fetch in fetches if fetch[0] not in there]
     in_hand = any(o == hand for o, _ in open_fetches)
@@ -155,18 +161,19 @@ def _choices(fetches: list[Fetch], there: frozenset[str], needed: int, hand: str
             yield choice
 
 
-def _bring(way: _Way, choice: tuple[Fetch, ...], tool: str | None, target: str, targets: list[str]) -> None:
-    game, state = way.game, way.state
+def _bring(way: _Way, choice: Choice, tool: str | None, target: str, targets: list[str]) -> None:
+    """Fetch, treat and place each object of a choice."""
+    game, state, goal = way.game, way.state, way.game.goal
     for o, source in choice:
         if source:
             way.take(o, source)
-        if game.goal.kind == "look":
+        if goal.kind == "look":
             way.light(target)
             return
         if tool and not game.is_treated(state, o):
             way.go(tool)
-            way.commands.append(f"{game.goal.kind} {game.names[o]} with {game.names[tool]}")
+            way.commands.append(f"{goal.kind} {way.names[o]} with {way.names[tool]}")
         # In some real games an object lies in two receptacles: taken from one it is still in the other.
         in_place = any(o in state.contents[r] for r in targets if r != source)
-        if game.goal.kind == "two" or not in_place:
+        if goal.kind == "two" or not in_place:
             way.put(target)
