@@ -21,18 +21,15 @@ and what the engine itself reports (`clickables`, `admissible_commands`, `won`, 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
-import inspect
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 
-from environments import ENVIRONMENTS, AnyText, contents_of, fair_order
+from environments import ENVIRONMENTS, AnyText, contents_of, fair_order, options_of
 from environments.check import check
 from environments.hooks import Hooks
 from qlass import UserError
@@ -177,16 +174,7 @@ def from_config(config: Run) -> TextEnv:
 
     Its `settings` are what a recipe tells of it. A class of your own is checked at its first use.
     """
-    options: dict[str, Any] = {}
-    parameters = inspect.signature(environment_class(config.env)).parameters
-    for option in config.env_option:
-        name, _, value = option.partition("=")
-        if name not in parameters:
-            raise UserError(f"--env-option {option}: its options are {', '.join(parameters)}")
-        options[name] = value
-        if not isinstance(parameters[name].default, str):  # a number, true, false or null
-            with contextlib.suppress(json.JSONDecodeError):
-                options[name] = json.loads(value)
+    options = options_of(environment_class(config.env), config.env_option)
     env = make(config.env, **options)
     if config.env not in ENVIRONMENTS and read_run(config.run).get("env") != config.env:
         check(make(config.env, **options))

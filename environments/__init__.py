@@ -4,6 +4,8 @@ No model and no stage of the pipeline is needed here, so that a folder can be li
 """
 
 import hashlib
+import inspect
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -65,6 +67,30 @@ def writable(folder: Path) -> Path:
     if os.access(folder if folder.exists() else folder.parent, os.W_OK):
         return folder
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "qlass"
+
+
+def options_of(kind: Callable, words: Iterable[str]) -> dict[str, Any]:
+    """The options of an environment, from NAME=VALUE. A value is JSON, such as 3, true or null, or else a text;
+    UserError for a text in the place of a number, or of true and false."""
+    options = {}
+    parameters = inspect.signature(kind).parameters
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in parameters:
+            raise UserError(f"--env-option {word}: its options are {', '.join(parameters)}")
+        default = parameters[name].default
+        options[name] = value if isinstance(default, str) else from_json(value)
+        if isinstance(default, bool | int | float) and isinstance(options[name], str):
+            raise UserError(f"--env-option {word}: {name} takes no text (its default is {json.dumps(default)})")
+    return options
+
+
+def from_json(text: str) -> Any:
+    """What a text says as JSON; a text that is no JSON itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def contents_of(options: dict[str, Any]) -> dict[str, str]:

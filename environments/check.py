@@ -65,6 +65,7 @@ def actions_of(env: Any, task_id: str) -> Iterator[str]:
     try:
         for move in itertools.islice(env.expert(task_id), STEPS):
             assert len(move) == 2, "the expert yields (thought, action)"
+            assert all(isinstance(part, str) for part in move), "thought and action are texts"
             yield move[1]
     except NotImplementedError:
         for _ in range(STEPS):
@@ -85,4 +86,5 @@ def check_page(env: Any, observation: Any, info: Any) -> None:
     assert isinstance(info, dict), "info is a dictionary"
     actions = env.valid_actions()
     assert info.get("valid_actions") == actions, "info has valid_actions"
+    assert all(isinstance(action, str) for action in actions), "valid_actions are texts"
     assert len(set(actions)) == len(actions), "valid_actions has each once"

@@ -135,7 +135,9 @@ BROKEN = [  # what a class does against the rules, and what is said of it
     ({"info": lambda self: {"task_id": self.task_id, "task": "", "valid_actions": []}}, "info has valid_actions"),
     ({"snapshot": Switches.snapshot}, "restore goes back to a snapshot"),
     ({"valid_actions": lambda self: ["done", "done"]}, "valid_actions has each once"),
+    ({"valid_actions": lambda self: [1], "info": lambda self: {"valid_actions": [1]}}, "valid_actions are texts"),
     ({"expert": lambda self, task: iter([("", "done", 1)])}, "the expert yields (thought, action)"),
+    ({"expert": lambda self, task: iter([("", 1)])}, "thought and action are texts"),
     ({"fork": lambda self: self, "side_by_side": 2}, "which neither steps nor forks change"),
     ({"task": property(lambda self: str(next(COUNT)))}, "every play of a task begins alike"),
     (answered(lambda *answer: answer[:4]), "step returns an observation, a reward, terminated, truncated and info"),
@@ -182,18 +184,30 @@ def test_a_class_of_ones_own_is_checked_at_its_first_use(tmp_path, monkeypatch):
 class Maze(Switches):
     name = "maze"
 
-    def __init__(self, size: int, rate: float = 0.5, level: str = "1"):
+    def __init__(self, size: int, rate: float = 0.5, level: str = "1", dark=False, limit: int | None = None, file=None):
         super().__init__()
-        self.size, self.rate, self.level = size, rate, level
+        self.options = size, rate, level, dark, limit, file
 
 
-def built(*options: str):
-    return envs.from_config(Sampling(env="test_environments:Maze", env_option=options))
+class Bare(Switches):
+    def __init__(self):
+        super().__init__()
 
 
-def test_options_arrive_as_their_defaults_are(monkeypatch):
+def built(*options: str, kind: str = "Maze"):
+    return envs.from_config(Sampling(env=f"test_environments:{kind}", env_option=options))
+
+
+def test_options_arrive_as_their_defaults_are(monkeypatch, tmp_path):
     monkeypatch.setattr(envs, "check", lambda env: None)
-    env = built("size=2", "level=7", "rate=1")
-    assert (env.size, env.level, env.rate) == (2, "7", 1)
-    with pytest.raises(UserError, match="sizes=7: its options are size, rate, level"):
-        built("sizes=7")
+    assert built("size=2", "level=7", "rate=1", "dark=true").options == (2, 1, "7", True, None, None)
+    options = built("size=2", "rate=null", "limit=3", f"file={tmp_path}").options
+    assert options == (2, None, "1", False, 3, str(tmp_path))
+    assert built(kind="Bare").settings["env_option"] == ()
+    for option, says in (
+        ("sizes=7", "sizes=7: its options are size, rate, level, dark, limit, file"),
+        ("rate=fast", r"rate=fast: rate takes no text \(its default is 0.5\)"),
+        ("dark=False", r"dark=False: dark takes no text \(its default is false\)"),
+    ):
+        with pytest.raises(UserError, match=f"^--env-option {says}$"):
+            built("size=2", option)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from envs import UNSET, TextEnv
 from qlass import UserError
@@ -51,7 +51,7 @@ class SciWorldEnv(TextEnv):
         split_file: str | Path | None = None,
         simulators: int = 4,
         instruction: str | Path | None = None,
-        max_steps: int | str | None = UNSET,
+        max_steps: int | Literal["eto"] | None = UNSET,
     ) -> None:
         super().__init__(UNSET if max_steps == "eto" else max_steps, instruction)
         if max_steps == "eto":
