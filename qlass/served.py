@@ -43,9 +43,14 @@ class Server:
         self.client = openai.OpenAI(base_url=address, api_key=key, max_retries=TRIES)
 
     def ask(self, method: Callable, **body: Any) -> Any:
-        """The reply of a method of the client."""
+        """The reply of a method of the client. UserError with what the server says instead."""
+        import openai
+
         with one_line(self.url):
-            return method(**body)
+            try:
+                return method(**body)
+            except openai.APIStatusError as error:
+                raise ValueError(f"status {error.status_code} {error.response.text}") from error
 
     def complete(self, prompt: list[int], **options: Any) -> tuple[Any, Any]:
         """The completion of a prompt of token ids, and what it read and wrote."""

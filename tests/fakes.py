@@ -366,7 +366,7 @@ class FakeServer:
         turn = self.script.pop(0) if self.script else self.well
         turn = turn(body) if callable(turn) else turn
         if isinstance(turn, int):
-            return turn, {"error": {"message": "no"}}
+            return turn, {"detail": "not now"}
         return 200, turn
 
     def well(self, body: dict) -> dict:

@@ -140,6 +140,7 @@ def test_a_reply_that_is_none_stops_the_run(fake, sft, pauses, reply):
     with pytest.raises(UserError, match=fake.url) as error:
         policy.sample([request()])
     assert len(fake.seen) == 1 and not pauses and "\n" not in str(error.value)
+    assert reply not in (400, 404) or str(error.value).endswith(f'{reply} {{"detail": "not now"}}')
 
 
 @pytest.mark.parametrize("failure", [429, 503, 0])
