@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from experiments.chat_policy import chat_completion
+from experiments.chat_policy import ChatServer
 from q_search import Method
 from qlass import UserError
 from qlass.batching import Candidate, Sample
@@ -18,7 +18,6 @@ from qlass.chat import Chat
 from qlass.demonstrations import Demonstration
 from qlass.messages import State
 from qlass.results import Episode, environment_tokens
-from qlass.served import Server
 from qlass.tiny import sentence
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording
@@ -84,12 +83,12 @@ def under_wordings(sample: Callable, reworder: Reworder) -> Callable:
 
 def by_server(url: str) -> Reworder:
     """Wordings by an OpenAI-compatible chat server; where it says nothing, the task's own."""
-    server = Server(url)
+    server = ChatServer(url)
 
     def ask(task: str, index: int) -> str:
         if index == 0:
             return task
-        choice, _ = chat_completion(server, [("user", PROMPT + task)], temperature=0.7, max_tokens=ROOM, seed=index)
+        choice, _ = server.chat([("user", PROMPT + task)], temperature=0.7, max_tokens=ROOM, seed=index)
         return " ".join((choice.message.content or "").split()).strip("\"' ") or task
 
     return ask

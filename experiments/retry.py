@@ -15,7 +15,7 @@ from tyro.conf import Suppress
 
 import envs
 import q_search
-from experiments.chat_policy import chat_completion
+from experiments.chat_policy import ChatServer
 from experiments.compare import Variant
 from q_search import Method, episode
 from qlass import UserError
@@ -23,7 +23,6 @@ from qlass.batching import Request, Score
 from qlass.chat import Chat
 from qlass.messages import State
 from qlass.results import Episode
-from qlass.served import Server
 from qlass.settings import read_settings, run_stage, runtime
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."
@@ -91,11 +90,11 @@ def plan_of(config: Config) -> list[Method]:
     return list(dict.fromkeys(plan))
 
 
-def answer_by(server: Server) -> Callable[[list[Reflect]], list[str]]:
+def answer_by(server: ChatServer) -> Callable[[list[Reflect]], list[str]]:
     """What answers `Reflect` requests by a chat model."""
 
     def plan(request: Reflect) -> str:
-        choice, _ = chat_completion(server, request.state.messages)
+        choice, _ = server.chat(request.state.messages)
         return choice.message.content or ""
 
     return lambda requests: list(map(plan, requests))
@@ -107,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     plan = plan_of(config)
     chat, models, inputs = q_search.load(config, env, plan)
     if config.server:
-        models[Reflect] = answer_by(Server(config.server))
+        models[Reflect] = answer_by(ChatServer(config.server))
     q_search.evaluate(config, env, tasks, plan, chat, models, inputs)
 
 

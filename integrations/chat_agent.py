@@ -33,7 +33,7 @@ from tyro.conf import Fixed, arg
 
 import envs
 import q_search
-from experiments.chat_policy import chat_completion
+from experiments.chat_policy import ChatServer
 from q_search import Method, methods_of
 from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
@@ -42,7 +42,6 @@ from qlass.demonstrations import demonstrate
 from qlass.messages import State, uniforms, without_thinking
 from qlass.outputs import Inputs, warn
 from qlass.results import Episode, costs_of, describe
-from qlass.served import Server
 from qlass.settings import Sampling, read_settings, run_stage, runtime
 
 OPENAI = "https://api.openai.com/v1"
@@ -76,7 +75,7 @@ class ChatModel:
 
     def __init__(self, config: Chatting, env: envs.TextEnv) -> None:
         address = config.server or os.environ.get("OPENAI_BASE_URL", OPENAI)
-        self.server = Server(f"{address.partition('#')[0]}#{config.model}" if config.model else address)
+        self.server = ChatServer(f"{address.partition('#')[0]}#{config.model}" if config.model else address)
         self.env = env.fork()
         env.side_by_side = min(EPISODES, env.side_by_side)
         self.config = config
@@ -87,10 +86,10 @@ class ChatModel:
         self.qnet: Any = None
         self.silent = 0
 
-    def version(self) -> str:
+    def version(self) -> str | None:
         """The model's name in an answer: a run that goes on must not mix two that had one alias."""
-        body = {"model": self.server.model, "messages": [{"role": "user", "content": "Hello"}]}
-        return self.server.ask(self.server.client.chat.completions.create, **body).model
+        self.server.chat([("user", "Hello")])
+        return self.server.answered_as
 
     def sample(self, requests: list[Sample]) -> list[list[Answer]]:
         jobs = []
@@ -112,7 +111,7 @@ class ChatModel:
         }
         options = {name: value for name, value in options.items() if name not in self.body}
         more = {name: value for name, value in self.body.items() if value is not None}
-        choice, usage = chat_completion(self.server, messages, **options, extra_body=more)
+        choice, usage = self.server.chat(messages, **options, extra_body=more)
         said = without_thinking(choice.message.content or "")
         text = any_of(self.rendering.stop).split(said)[0].strip()
         self.silent += "Action:" not in text

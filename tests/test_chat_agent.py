@@ -84,6 +84,9 @@ def test_a_stopped_search_goes_on_and_more_methods_join_it(fake, tmp_path, value
     fake.script += [chat_completion("Hello") | {"model": "other"}]
     with pytest.raises(UserError, match="begun with model first, not other"):
         played(fake, tmp_path, *flags)
+    fake.script += [chat_completion("Hello"), chat_completion("Action: right") | {"model": "other"}]
+    with pytest.raises(UserError, match="it answered as first, and now as other"):
+        played(fake, tmp_path, *flags, "--overwrite")
 
 
 def test_demonstrations_of_the_type_stand_in_front_of_the_task(fake, tmp_path, monkeypatch):
