@@ -157,12 +157,12 @@ def train(
                 part.backward()  # gradients accumulate
                 loss += part.item()
             loss = training.all_reduce(model, loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for param_group in optimizer.param_groups:
                 param_group["lr"] = param_group["peak"] * training.cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
-            log.end_update(loss, tokens=sum(map(len, batch)))
+            log.end_update(loss, norm, tokens=sum(map(len, batch)))
         with training.autocast(config):
             log.end_epoch(validate(model, validation, config.micro_tokens))
 

@@ -203,12 +203,12 @@ def train(
                 part.backward()  # gradients accumulate
                 loss += part.item()
             loss = training.all_reduce(qnet, loss)
-            nn.utils.clip_grad_norm_(qnet.parameters(), 1.0, error_if_nonfinite=True)
+            norm = nn.utils.clip_grad_norm_(qnet.parameters(), 1.0)
             for param_group in optimizer.param_groups:
                 param_group["lr"] = param_group["peak"] * training.cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
-            log.end_update(loss, tokens=sum(part.tokens for part in batch))
+            log.end_update(loss, norm, tokens=sum(part.tokens for part in batch))
         with training.autocast(config):
             reader = scorer(qnet.eval(), config.plain, cache_gb=2.0)  # beside a training's moments
             ranks = ranking(reader.score, held_out)

@@ -99,6 +99,11 @@ def wait() -> None:
         distributed.barrier()
 
 
+def is_first() -> bool:
+    """Whether this is the process that writes."""
+    return share()[0] == 0
+
+
 def my_share(portions: list[T]) -> list[T]:
     """This process's: every n-th of n processes."""
     rank, n = share()
@@ -106,8 +111,7 @@ def my_share(portions: list[T]) -> list[T]:
 
 
 def all_reduce(model: nn.Module, loss: float) -> float:
-    """The sum of all processes' losses; every gradient becomes their sum, too. UserError for a loss
-    that is no number."""
+    """The sum of all processes' losses; every gradient becomes their sum, too."""
     if distributed.is_initialized():
         trained = [p for p in model.parameters() if p.requires_grad]
         total = torch.tensor(loss, device=trained[0].device, dtype=torch.float64)
@@ -116,8 +120,6 @@ def all_reduce(model: nn.Module, loss: float) -> float:
         for tensor in (total, *(p.grad for p in trained)):
             distributed.all_reduce(tensor)
         loss = total.item()
-    if not math.isfinite(loss):
-        raise UserError(f"loss {loss}: it has diverged: --overwrite and a lower --lr")
     return loss
 
 
@@ -148,7 +150,7 @@ class Training:
         self.states = parts_folder(out)
         self.path = out.with_name(out.name + ".log.jsonl")
         self.lines: list[dict] = []
-        if share()[0] == 0:
+        if is_first():
             self.lock = lock(out)
             self.meta = begin(out, config, config.recipe() | settings, inputs)
         wait()
@@ -164,14 +166,14 @@ class Training:
         self.steps = sum(map(len, self.order))
         if (self.states / "last.pt").exists():
             self.lines = self.load("last.pt")
-        if share()[0] == 0:
+        if is_first():
             write_jsonl(self.path, self.lines)
         self.bar = tqdm(None, self.out.name, self.steps, initial=self.step, mininterval=0.5)
 
     def write(self, line: dict[str, Any]) -> None:
         """Add a line to the log."""
         self.lines.append(line)
-        if share()[0] == 0:
+        if is_first():
             with open(self.path, "a", encoding="utf-8") as log:
                 log.write(dumps(line))
 
@@ -202,8 +204,12 @@ class Training:
         done = self.step - sum(map(len, self.order[:epoch]))
         return self.order[epoch][done:]
 
-    def end_update(self, loss: float, tokens: int) -> None:
-        """loss: the mean of the update. tokens: of its examples, without padding."""
+    def end_update(self, loss: float, norm: torch.Tensor, tokens: int) -> None:
+        """loss: the mean of the update. norm: of its gradient. tokens: of its examples, without
+        padding. UserError, before anything is written, for an update that is not finite."""
+        if not math.isfinite(loss + norm.item()):
+            problem = f"loss {loss}, gradient {norm.item()}: it has diverged"
+            raise UserError(f"{self.out}: {problem}: --overwrite and a lower --lr")
         lr = self.optimizer.param_groups[0]["lr"]
         self.write({"step": self.step + 1, "loss": loss, "lr": lr, "tokens": tokens})
         self.bar.update()
@@ -222,7 +228,7 @@ class Training:
 
     def save(self, name: str) -> None:
         """Write a state, whole or not at all."""
-        if share()[0] == 0:
+        if is_first():
             trained = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
             moments = self.optimizer.state_dict()
             random = (torch.get_rng_state(), torch.cuda.get_rng_state_all())
@@ -251,7 +257,7 @@ class Training:
         figures |= {"steps": self.step, "curve": self.curve, "best_epoch": self.best_epoch}
         figures["tokens"] = sum(line.get("tokens", 0) for line in self.lines)
         figures["loss"] = self.curve[self.best_epoch - 1]["loss"]
-        if share()[0] == 0:
+        if is_first():
             write_json(meta_path(self.out), self.meta | figures)
             save()
             remove(self.states)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import math
 from pathlib import Path
 from unittest import mock
 
@@ -41,8 +42,9 @@ class Stopped(Exception):
     pass
 
 
-def fit(folder: Path, losses: list, stop: int | None = None, spoil: int | None = None, **more):
-    """Clone ten examples in updates of three; `losses` are the validation's. Raises Stopped before update `stop`."""
+def fit(folder: Path, losses: list, stop: int | None = None, spoil=lambda loss: loss, **more):
+    """Clone ten examples in updates of three; `losses` are the validation's. Raises Stopped before update `stop`.
+    spoil: what the fifth update's loss becomes."""
     folder.mkdir(exist_ok=True)
     config = dataclasses.replace(SETTINGS, **more)
     log = Training(folder / "model", config, {}, {})
@@ -52,7 +54,8 @@ def fit(folder: Path, losses: list, stop: int | None = None, spoil: int | None =
     def loss_of(model: nn.Module, portion: list) -> torch.Tensor:
         if log.step == stop:
             raise Stopped
-        return sft.sft_loss(model, portion) * (float("nan") if log.step == spoil else 1)
+        loss = sft.sft_loss(model, portion)
+        return spoil(loss) if log.step == 4 else loss
 
     def validate(model: nn.Module, *_: object) -> float | None:
         weights.append([p.detach().clone() for p in model.parameters()])
@@ -112,9 +115,16 @@ def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, cap
     assert "is complete; --overwrite trains it again" in capsys.readouterr().out
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
-    with pytest.raises(UserError, match=r"loss nan.*lower --lr"):
-        fit(tmp_path, [1.0] * 6, spoil=5)
+SPOILT = [
+    (lambda loss: loss * math.nan, r"loss nan, gradient nan: .*lower --lr"),
+    (lambda loss: loss + (loss - loss.detach()).sqrt(), r"loss \d.*, gradient (inf|nan): .*lower --lr"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "says"), SPOILT)
+def test_an_update_that_is_not_finite_stops_the_run_and_spoils_no_weights(tmp_path, spoil, says):
+    with pytest.raises(UserError, match=says):
+        fit(tmp_path, [1.0] * 6, spoil=spoil)
     weights, _, _, lines = torch.load(tmp_path / "model.parts" / "last.pt", weights_only=True)
     assert [line["step"] for line in lines if "lr" in line][-1] == 4
     assert all(p.isfinite().all() for p in weights.values())
