@@ -63,12 +63,12 @@ def hold_out_tasks(expert: list[Demonstration]) -> tuple[list[Demonstration], li
 
 
 def refuse_controls(expert: list[Demonstration], chat: Chat) -> None:
-    """UserError for an action in which a chat template was written before: the agent would learn
+    """UserError for an answer in which a chat template was written before: the agent would learn
     its control tokens as letters."""
     for number, tau in enumerate(expert, 1):
-        for action in tau.actions:
-            if control := chat.controls.search(action):
-                raise UserError(f"demonstration {number} has {control[0]} in an action")
+        for text in tau.texts("assistant"):
+            if control := chat.controls.search(text):
+                raise UserError(f"demonstration {number}: remove {control[0]} from its answers")
 
 
 NO_TARGET = -100  # the label of a token that the agent reads and does not write

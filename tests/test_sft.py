@@ -235,11 +235,15 @@ def test_an_agent_that_has_not_learned_to_end_its_turns_is_told(clone, tmp_path,
 
 def test_control_tokens_in_a_demonstration_are_refused(clone, tmp_path):
     """As of a chat template that was applied before: they would be learned as letters."""
-    turns = [*ETO["conversations"][:3], {"from": "gpt", "value": "Action: a<end>"}]
-    twice = {"id": "webshop_2", "conversations": turns}
-    (tmp_path / "eto.json").write_text(json.dumps([ETO, twice]))
-    with pytest.raises(UserError, match=r"demonstration 2 has <end> in an action"):
-        clone("--expert", str(tmp_path / "eto.json"))
+    first, agreement, page, action = ETO["conversations"][:4]
+    for turns in (
+        [first, agreement, page, action | {"value": "Action: a<end>"}],
+        [first, agreement | {"value": "OK<end>"}, page, action],
+    ):
+        twice = {"id": "webshop_2", "conversations": turns}
+        (tmp_path / "eto.json").write_text(json.dumps([ETO, twice]))
+        with pytest.raises(UserError, match=r"demonstration 2: remove <end> from its answers"):
+            clone("--expert", str(tmp_path / "eto.json"))
 
 
 def test_lora_does_not_begin_with_an_end_of_turn_that_was_never_trained(clone, tmp_path):
