@@ -12,7 +12,6 @@ Left out: images, reviews (the original never loads them), `show_attrs`, and the
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import textwrap
@@ -118,9 +117,6 @@ MEMOISED = {
     "item": 1 << 14,
     "nouns": 1 << 16,
     "match": 1 << 18,
-    "options_met": 1 << 14,
-    "rewards": 1 << 18,
-    "results_value": 1 << 18,
 }
 
 
@@ -300,86 +296,20 @@ class Shop:
         total = len(wanted["attributes"]) + len(wanted["goal_options"]) + 1
         return (parts["n_att"] + n_option + parts["r_price"]) / total * parts["r_type"]
 
-    def score(self, goal: int, i: int, chosen: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
+    def score(self, goal: int, i: int, options: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
         """The reward in [0, 1] for buying product i with these option values, and its parts (r_*: got, w_*: weight)."""
-        values = [plain_color(value) for value in chosen]
-        options = self.wanted_options(goal)
-        n_option = sum(any(similar(value, option) for value in values) for option in options)
+        values = [plain_color(value) for value in options]
+        wanted = self.wanted_options(goal)
+        n_option = sum(any(similar(value, option) for value in values) for option in wanted)
         n_attributes = len(self.goals[goal]["attributes"])
-        total = n_attributes + len(options) + 1
+        total = n_attributes + len(wanted) + 1
         parts = dict(self.match(goal, i))
         parts["r_att"] = parts.pop("n_att") / n_attributes
         parts["w_att"] = n_attributes / total
-        parts["r_option"] = n_option / len(options) if options else None
-        parts["w_option"] = len(options) / total
+        parts["r_option"] = n_option / len(wanted) if wanted else None
+        parts["w_option"] = len(wanted) / total
         parts["w_price"] = 1 / total
         return self.reward(goal, i, n_option), parts
-
-    # --------------------------------------------------------------------------------------------------- oracle
-    def options_met(self, goal: int, i: int) -> dict[str, dict[str, frozenset[int]]]:
-        """Option name -> value -> which of the goal's options it satisfies."""
-        options = list(enumerate(self.wanted_options(goal)))
-        met: dict[str, dict[str, frozenset[int]]] = {}
-        for change in self.item(i).clickables.values():
-            if "option" in change:
-                name, value = change["option"]
-                plain = plain_color(value)
-                satisfied = frozenset(n for n, option in options if similar(plain, option))
-                met.setdefault(name, {})[value] = satisfied
-        return met
-
-    def rewards(self, goal: int, i: int, chosen: tuple[tuple[str, str], ...] = ()) -> tuple[float, ...]:
-        """The best reward for product i after at most 0, 1, 2, ... clicks on options, from those chosen already."""
-        met, before = self.options_met(goal, i), dict(chosen)
-        fewest = {frozenset(): 0}  # which options are satisfied -> clicks
-        for name, values in met.items():
-            kept = values.get(before.get(name), frozenset())
-            moves = [(kept, 0), *((gain, 1) for gain in set(values.values()))]
-            reached: dict[frozenset[int], int] = {}
-            for (have, clicks), (gain, cost) in itertools.product(fewest.items(), moves):
-                least = reached.get(have | gain, clicks + cost)
-                reached[have | gain] = min(clicks + cost, least)
-            fewest = reached
-        rewards = []
-        for clicks in range(len(met) + 1):
-            most = max(len(have) for have, cost in fewest.items() if cost <= clicks)
-            rewards.append(self.reward(goal, i, most))
-        return tuple(rewards)
-
-    def purchase(self, goal: int, i: int, chosen: tuple, before: int, steps: int, gamma: float) -> float:
-        """The best of gamma ** (steps taken) * reward for product i, whose page is `before` steps away."""
-        clicks = steps - before - 1  # on options; the purchase itself is the last step
-        if clicks < 0:
-            return 0.0
-        rewards = self.rewards(goal, i, chosen)[: clicks + 1]
-        return max(gamma ** (before + n + 1) * reward for n, reward in enumerate(rewards))
-
-    def results_value(self, goal: int, query: str, number: int, before: int, steps: int, gamma: float) -> float:
-        """The best purchase from page `number` of a query's results: turn to a product's page and click it first."""
-        best = 0.0
-        for rank, i in enumerate(self.search(query)):
-            turns = abs(rank // self.page_size + 1 - number)
-            best = max(best, self.purchase(goal, i, (), before + turns + 1, steps, gamma))
-        return best
-
-    def value(self, session: Session, goal: int, steps: int, gamma: float = 1.0) -> float:
-        """The best gamma ** n * reward of a purchase after n <= `steps` steps. It sees the goal: for oracles only.
-
-        It weighs buying this product after the best clicks on options, every product of this query's results, and
-        those of a new search among `queries`, which takes `back to search` first. That is exact for candidates that
-        are valid actions, and a lower bound for an agent that searches words of its own.
-        """
-        if session.page == "done":
-            return session.reward
-        anew = 1 if session.page == "start" else 2
-        best = max(self.results_value(goal, query, 1, anew, steps, gamma) for query in self.queries(goal))
-        if session.page == "start":
-            return best
-        to_item = int(session.page not in ("results", "item"))
-        to_results = 0 if session.page == "results" else to_item + 1
-        if session.page != "results":
-            best = max(best, self.purchase(goal, session.product, session.options, to_item, steps, gamma))
-        return max(best, self.results_value(goal, session.query, session.number, to_results, steps, gamma))
 
 
 def crumbs_of(category: str) -> set[str]:

@@ -13,7 +13,7 @@ from environments import writable
 from envs import UNSET, TextEnv
 from qlass import UserError
 
-from . import catalogue, engine, expert
+from . import catalogue, earnings, engine, expert
 
 TUNING = 400  # tasks
 
@@ -159,8 +159,8 @@ class WebShopEnv(TextEnv):
         self.index, self.session, self.steps = snapshot
 
     def optimal_value(self, gamma: float = 0.99) -> float:
-        """The best discounted final reward within the steps that are left (engine.Shop.value); for oracles only."""
-        return self.shop.value(self.session, self.index, self.left, gamma)
+        """The best discounted final reward within the steps that are left (earnings.value); for oracles only."""
+        return earnings.value(self.shop, self.session, self.index, self.left, gamma)
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         return expert.read(self)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from qlass import UserError
 
+from . import earnings
 from .catalogue import OPTION_CLAUSE, described, price_limit
 from .engine import BUTTONS
 from .search import terms
@@ -164,7 +165,7 @@ def cheapest_best(env: Any, query: str) -> Purchase | None:
         budget = env.left - turns - 3  # beside the search, the click on the product and the purchase
         if budget < 0:
             break
-        rewards = env.shop.rewards(env.index, position)
+        rewards = earnings.rewards(env.shop, env.index, position)
         reward = rewards[min(budget, len(rewards) - 1)]
         if best is None or reward > best.reward:
             best, clicks = Purchase(reward, turns, position, {}), budget
@@ -176,15 +177,15 @@ def choose_options(env: Any, position: int, budget: int) -> dict[str, str]:
     page = env.shop.item(position)
     offered = [page.clickables[action[6:-1]] for _, action in page.candidates]
     values = [change["option"] for change in offered if "option" in change]
-    chosen: dict[str, str] = {}
+    options: dict[str, str] = {}
     reward, _ = env.shop.score(env.index, position, ())
     for _ in range(budget):
         raised = []
         for name, value in values:
-            more = {**chosen, name: value}
+            more = {**options, name: value}
             raised.append((env.shop.score(env.index, position, tuple(more.values()))[0], more))
         best, more = max(raised, key=lambda pair: pair[0], default=(0.0, {}))
         if best <= reward:
             break
-        reward, chosen = best, more
-    return chosen
+        reward, options = best, more
+    return options
