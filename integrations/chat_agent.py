@@ -112,8 +112,8 @@ class ChatModel:
         options = {name: value for name, value in options.items() if name not in self.body}
         more = {name: value for name, value in self.body.items() if value is not None}
         choice, usage = self.server.chat(messages, **options, extra_body=more)
-        said = without_thinking(choice.message.content or "")
-        text = any_of(self.rendering.stop).split(said)[0].strip()
+        content = without_thinking(choice.message.content or "")
+        text = any_of(self.rendering.stop).split(content)[0].strip()
         self.silent += "Action:" not in text
         return Answer(text, usage.completion_tokens, math.nan, prompt=usage.prompt_tokens)
 

@@ -33,15 +33,15 @@ class TextObservation(Observation):
 class Session(Environment):
     """A client's own player, and its snapshots, to which any session can go while this one is open.
 
-    begun: the sessions that play; an HTTP /reset is none of the server's own.
+    sessions: those that play; an HTTP /reset is none of the server's own.
     """
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def __init__(self, world: envs.TextEnv, begun: list["Session"]) -> None:
+    def __init__(self, world: envs.TextEnv, sessions: list["Session"]) -> None:
         super().__init__()
         self.env = world.fork()
-        self.begun = begun
+        self.sessions = sessions
         self.snapshots: dict[str, tuple] = {}
         self.game = TextGame(self.env)
         self.steps = 0
@@ -54,10 +54,10 @@ class Session(Environment):
         options: task_id; or split (by default train) and index. Without either a task of the split is drawn.
         """
         with ONE_AT_A_TIME:
-            if self not in self.begun:
-                if len(self.begun) >= self.env.side_by_side:
-                    raise UserError(f"{len(self.begun)} episodes are open, and may be at once: close one")
-                self.begun.append(self)
+            if self not in self.sessions:
+                if len(self.sessions) >= self.env.side_by_side:
+                    raise UserError(f"{len(self.sessions)} episodes are open, and may be at once: close one")
+                self.sessions.append(self)
             if snapshot is None:
                 self.begin(seed, **options)
             else:
@@ -75,7 +75,7 @@ class Session(Environment):
         self.answer = TextObservation(text=text, instruction=self.env.instruction)
 
     def go_to(self, snapshot: str) -> None:
-        for session in self.begun:
+        for session in self.sessions:
             if snapshot in session.snapshots:
                 here, game, self.steps, self.answer = session.snapshots[snapshot]
                 self.env.restore(here)
@@ -94,21 +94,21 @@ class Session(Environment):
     def state(self) -> State:
         with ONE_AT_A_TIME:
             fields = {name: self.game.info.get(name) for name in ("task_id", "task", "valid_actions")}
-            if self in self.begun:
+            if self in self.sessions:
                 name = fields["snapshot"] = uuid.uuid4().hex
                 self.snapshots[name] = self.env.snapshot(), dict(vars(self.game)), self.steps, self.answer
         return State(step_count=self.steps, **fields)
 
     def close(self) -> None:
-        if self in self.begun:
-            self.begun.remove(self)
+        if self in self.sessions:
+            self.sessions.remove(self)
         self.env.close()
 
 
 def application(world: envs.TextEnv) -> Any:
-    begun: list[Session] = []
+    sessions: list[Session] = []
     options = {"env_name": world.name, "max_concurrent_envs": world.side_by_side}
-    return create_app(lambda: Session(world, begun), TextAction, TextObservation, **options)
+    return create_app(lambda: Session(world, sessions), TextAction, TextObservation, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

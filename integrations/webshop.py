@@ -112,8 +112,8 @@ class WebAgentTextEnv(gymnasium.Env):
             session["asin"] = self.server.shop.products[place.product].asin
         session.update(keywords=place.query.split(" "), page=place.number, options=dict(place.options))
         if details is not None:
-            told = {name: value for name, value in details.items() if "option" not in name or details["w_option"]}
-            session.update(verbose_info=told, done=True, reward=place.reward)
+            parts = {name: value for name, value in details.items() if "option" not in name or details["w_option"]}
+            session.update(verbose_info=parts, done=True, reward=place.reward)
 
     @property
     def observation(self) -> str:

@@ -183,7 +183,7 @@ def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, cap
 
 
 def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, monkeypatch):
-    """A stopped training goes on from the same weights in whatever folder, and from no others."""
+    """A stopped training goes on from the same weights, wherever they lie. It refuses other weights."""
     name, here, there = "org/model", tmp_path / "model", tmp_path / "there"
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda asked, **_: str({name: here}[asked]))
 
@@ -208,8 +208,8 @@ def test_the_demonstrations_of_a_checkpoint_are_found_from_its_run_or_missed(clo
     expert.write_text(json.dumps([ETO] * 3))
     clone("--expert", str(expert), "--n-expert", "2", out="run/sft")
     moved = (tmp_path / "run").rename(tmp_path / "moved") / "sft"
-    path, given = demonstrations.demonstrations_of(moved)
-    assert given == 2 and len(read(path, FakeEnv())) == 3
+    path, n = demonstrations.demonstrations_of(moved)
+    assert n == 2 and len(read(path, FakeEnv())) == 3
     expert.unlink()
     with pytest.raises(UserError, match=r"elsewhere/eto\.json: .*No such file"):
         demonstrations.by_task(None, moved, FakeEnv())

@@ -122,8 +122,8 @@ class SciWorldEnv(TextEnv):
             return [(meant, str(i)) for i, meant in enumerate(simulator.choices(self.recent[-1][1]))]
         recent = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
         task = self.pool.description(self.task)
-        chosen = expert.candidates(self.valid_actions(), task, recent, " ".join(self.inventory))
-        return [(expert.thought(action), action) for action in chosen]
+        actions = expert.candidates(self.valid_actions(), task, recent, " ".join(self.inventory))
+        return [(expert.thought(action), action) for action in actions]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """The simulator's own solution, shortened: omniscient. It goes where things are and focuses on what is right
