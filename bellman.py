@@ -16,7 +16,8 @@ from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
-from qlass.outputs import begin, find_or_make, meta_path, stale, write_json, write_jsonl
+from qlass.files import meta_path, write_json, write_jsonl
+from qlass.outputs import begin, find_or_make, stale
 from qlass.settings import Number, Run, read_settings, run_stage, runtime
 from qlass.trees import children_of, read_trees
 

@@ -40,8 +40,9 @@ from qlass import UserError, demonstrations
 from qlass.batching import Sample, ask, drive
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
+from qlass.files import Inputs
 from qlass.messages import State, parse_action, replay
-from qlass.outputs import Inputs, Output, find_or_make
+from qlass.outputs import Output, find_or_make
 from qlass.settings import Sampling, read_settings, run_stage, runtime
 from qlass.trees import tree_metrics
 
@@ -262,7 +263,7 @@ async def grow(explorer: Explorer, demonstration_of: dict[str, Demonstration] | 
 
 
 def build(
-    config: Any,
+    config: Config,
     env: envs.TextEnv,
     load: Callable[[], Any],
     demonstration_of: dict[str, Demonstration],

@@ -37,6 +37,7 @@ import envs
 from qlass import UserError, outputs, results
 from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
+from qlass.files import Inputs
 from qlass.messages import State, parse_action, uniforms
 from qlass.results import Episode, Step
 from qlass.settings import Sampling, read_settings, run_stage, runtime
@@ -212,16 +213,14 @@ def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:
     return env, env.task_ids(config.split)[config.skip :][: config.limit or None]
 
 
-def load(
-    config: Config, env: envs.TextEnv, plan: Sequence[Any]
-) -> tuple[Chat, Models, outputs.Inputs]:
+def load(config: Config, env: envs.TextEnv, plan: Sequence[Any]) -> tuple[Chat, Models, Inputs]:
     """The agent's Chat, what answers the requests of these methods, and the checkpoints that do."""
     from qlass.agent import load_agent  # torch is loaded after the flags are read
 
     sft = outputs.find_or_make(config.sft, "sft", "sft", config)
     agent = load_agent(sft, config, env)
     models: Models = {Sample: agent.sample, LogProb: agent.likelihoods}
-    inputs: outputs.Inputs = {"sft": sft}
+    inputs: Inputs = {"sft": sft}
     if any(method.needs_q for method in plan):
         reader, inputs["qnet"] = load_scorer(config)
         models[Score] = reader.score
@@ -243,13 +242,13 @@ def load_scorer(config: Config) -> tuple[Any, Path]:
 
 
 def evaluate(
-    config: Any,
+    config: Config,
     env: envs.TextEnv,
     tasks: list[str],
     plan: Sequence[Any],
     chat: Chat | None,
     models: Models,
-    inputs: outputs.Inputs,
+    inputs: Inputs,
 ) -> None:
     """Play the tasks by each method of the plan: a line of results.jsonl as each ends.
 

@@ -26,8 +26,9 @@ import envs
 from qlass import UserError, demonstrations, models, training
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration
+from qlass.files import Inputs, warn
 from qlass.messages import State
-from qlass.outputs import Inputs, checkpoint, warn
+from qlass.outputs import checkpoint
 from qlass.policy import QUESTION, Policy
 from qlass.settings import Learning, read_settings, run_stage, runtime
 from qlass.tiny import AIDS, tiny_model
@@ -226,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_config(config)
     training.join(config)
     start = None if config.model == "tiny" else checkpoint(config.model)
-    path = config.expert or demonstrations.collect(env, config)
+    path = config.expert or demonstrations.collect(env, config, config.n_expert)
     training.wait()
     expert = demonstrations.read(path, env, config.n_expert)
     out = config.out or config.run / "sft"

@@ -32,14 +32,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
-from qlass import UserError, models, outputs, training
+from qlass import UserError, files, models, outputs, training
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.messages import State
 from qlass.pairs import Pair, Pairs, Part, families, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
 from qlass.records import Label, one_line
-from qlass.settings import Learning, Number, Prompt, read_settings, run_stage, runtime
+from qlass.settings import Learning, Model, Number, Prompt, read_settings, run_stage, runtime
 from qlass.trees import read_trees
 
 
@@ -109,9 +109,9 @@ class QNet(nn.Module):
         (folder / "qnet.json").write_text(json.dumps({"hidden": self.head[0].out_features}))
 
     @classmethod
-    def from_pretrained(cls, folder: Path, config: Any = Config()) -> QNet:
+    def from_pretrained(cls, folder: Path, config: Model = Config()) -> QNet:
         """config: a stage's settings."""
-        hidden = outputs.read_json(folder / "qnet.json")["hidden"]  # which an agent's folder lacks
+        hidden = files.read_json(folder / "qnet.json")["hidden"]  # which an agent's folder lacks
         qnet = cls(*models.load(folder, config, kind=AutoModel), hidden)
         with one_line(folder / "head.safetensors"):
             qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
@@ -237,7 +237,7 @@ def load(sft: Path, config: Config) -> QNet:
 
 def save(qnet: QNet, out: Path, config: Config, adapter: Any) -> None:
     """Write RUN/qnet/, whole or not at all."""
-    with outputs.atomic(out) as folder:
+    with files.atomic(out) as folder:
         qnet.backbone = models.full_weights(qnet.backbone, folder, config, adapter)
         folder.mkdir(exist_ok=True)
         qnet.save_pretrained(folder)
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
     labels = outputs.find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
     sft = outputs.find_or_make(config.sft, "sft", "sft", config)
     out = config.out or config.run / "qnet"
-    inputs: outputs.Inputs = {"labels": labels, "sft": sft}
+    inputs: files.Inputs = {"labels": labels, "sft": sft}
     training.join(config)
     log = training.Training(out, config, {}, inputs)
     if log.complete:

@@ -22,8 +22,9 @@ import sft
 from qlass import demonstrations, models
 from qlass.chat import Chat
 from qlass.demonstrations import Demonstration
+from qlass.files import Inputs
 from qlass.messages import State
-from qlass.outputs import Inputs, checkpoint
+from qlass.outputs import checkpoint
 from qlass.policy import QUESTION, Policy
 from qlass.settings import Number, read_settings, run_stage
 from qlass.training import Training

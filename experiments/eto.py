@@ -34,8 +34,9 @@ from qlass import UserError
 from qlass.batching import ask
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration, by_task
+from qlass.files import Inputs
 from qlass.messages import State, replay
-from qlass.outputs import Inputs, find_or_make
+from qlass.outputs import find_or_make
 from qlass.pairs import GAP, families, pairs_of
 from qlass.presets import PRESETS
 from qlass.records import Label

@@ -20,13 +20,13 @@ import envs
 from experiments import drive_in_order
 from experiments.self_train import trajectories
 from q_search import Method
-from qlass import UserError, models, outputs
+from qlass import UserError, files, models, outputs
 from qlass.agent import set_first_messages
 from qlass.batching import Sample
 from qlass.chat import Chat
 from qlass.fast.decode import FastPolicy
+from qlass.files import Inputs, atomic, lock, meta_of, meta_path, write_json, write_jsonl
 from qlass.messages import uniforms
-from qlass.outputs import Inputs, atomic, lock, meta_of, meta_path, write_json, write_jsonl
 from qlass.policy import QUESTION, Policy
 from qlass.settings import Number, Prompt, runtime
 
@@ -176,8 +176,8 @@ def learn(
     with lock(folder):
         meta = outputs.begin(folder, config, config.recipe() | env.settings, inputs)
         if config.overwrite:
-            outputs.remove(state)
-            outputs.remove(log)
+            files.remove(state)
+            files.remove(log)
         mark = meta.get("fingerprint")  # of the best agent so far
         if state.exists():
             lines = learner.resume(state)

@@ -33,8 +33,9 @@ from experiments.tree_grpo import Batch, Group, Update, batches, by_decision, li
 from qlass import UserError
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, tree_inputs
+from qlass.files import Inputs, meta_of
 from qlass.messages import State
-from qlass.outputs import Inputs, find_or_make, meta_of, shared_flags
+from qlass.outputs import find_or_make, shared_flags
 from qlass.pairs import states_of
 from qlass.presets import PRESETS
 from qlass.records import Label

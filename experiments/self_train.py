@@ -29,12 +29,13 @@ from tyro.conf import arg
 
 import envs
 from q_search import Method, episode
-from qlass import UserError, demonstrations, outputs
+from qlass import UserError, demonstrations, files, outputs
 from qlass.agent import load_agent
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
+from qlass.files import Inputs
 from qlass.messages import without_thinking
-from qlass.outputs import Inputs, Output, find_or_make
+from qlass.outputs import Output, find_or_make
 from qlass.pairs import states_of
 from qlass.results import costs_of
 from qlass.settings import Number, Sampling, read_settings, run_stage, runtime
@@ -197,13 +198,13 @@ def main(argv: list[str] | None = None) -> None:
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new), "mean_reward": mean}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
     meta = outputs.begin(merged, dataclasses.replace(config, overwrite=True), config.recipe(), inputs)
-    outputs.write_json(outputs.meta_path(merged), meta | figures)
-    outputs.write_jsonl(merged, expert + new)
+    files.write_json(files.meta_path(merged), meta | figures)
+    files.write_jsonl(merged, expert + new)
     kept_of = f"{len(new)} of {len(lines)} trajectories kept (mean reward {mean:.3f})"
     print(f"{merged}: {kept_of} beside {len(expert)} demonstrations")
     run = " ".join(outputs.shared_flags(config))
-    files = f"--expert {merged} --out {config.run / f'sft-{config.name}'}"
-    print(f"clone them, with the other flags that {sft} had: python sft.py {run} {files}")
+    named = f"--expert {merged} --out {config.run / f'sft-{config.name}'}"
+    print(f"clone them, with the other flags that {sft} had: python sft.py {run} {named}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import q_search
 from experiments import All, several
 from experiments.compare import Variant
 from q_search import Method, distinct_actions
-from qlass import UserError, outputs
+from qlass import UserError, files
 from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, uniforms
@@ -290,8 +290,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--method: name one or more of lookahead, beam, mcts, particles")
     env, tasks = q_search.environment(config)
     chat, models, inputs = q_search.load(config, env, [Method("qlass", "q")])
-    labels = outputs.input_of(inputs["qnet"], "labels")
-    gamma = outputs.meta_of(labels)["recipe"].get("gamma", 0.9) if labels else 0.9
+    labels = files.input_of(inputs["qnet"], "labels")
+    gamma = files.meta_of(labels)["recipe"].get("gamma", 0.9) if labels else 0.9
     models |= {Draws: several(models[Sample]), Values: several(models[Score])}
     q_search.evaluate(config, env, tasks, plan_of(config, gamma), chat, models, inputs)
 

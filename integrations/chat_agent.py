@@ -39,8 +39,8 @@ from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Rendering, any_of
 from qlass.demonstrations import demonstrate
+from qlass.files import Inputs, warn
 from qlass.messages import State, uniforms, without_thinking
-from qlass.outputs import Inputs, warn
 from qlass.results import Episode, costs_of, describe
 from qlass.settings import Sampling, read_settings, run_stage, runtime
 

@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 from tyro.conf import Positional
 
-from qlass.outputs import atomic
+from qlass.files import atomic
 from qlass.records import one_line
 from qlass.settings import parse, run_stage
 

@@ -16,7 +16,7 @@ from tyro.conf import Positional
 
 from environments.alfworld.env import ALFWorldEnv
 from qlass import UserError
-from qlass.outputs import warn
+from qlass.files import warn
 from qlass.settings import parse, run_stage
 from reporting.results import METHODS, lines_of
 from reporting.stats import interval

@@ -13,7 +13,7 @@ import transformers as hf
 from tyro.conf import Positional
 
 from qlass.chat import Chat, Rendering
-from qlass.outputs import atomic
+from qlass.files import atomic
 from qlass.records import one_line
 from qlass.settings import parse, run_stage
 from train_qnet import QNet

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from qlass import UserError
-from qlass.outputs import remove
+from qlass.files import remove
 from qlass.settings import parse, run_stage
 
 SECONDS = 10  # between two looks at the logs

@@ -6,9 +6,10 @@ from typing import Any
 from qlass import models
 from qlass.chat import Rendering
 from qlass.policy import Policy
+from qlass.settings import Run, Sampling
 
 
-def load_agent(sft: Path, config: Any, env: Any = None) -> Any:
+def load_agent(sft: Path, config: Sampling, env: Any = None) -> Any:
     """The agent in the checkpoint `sft`, which is to play `env` from the messages that it was
     cloned with; with --server only its tokenizer is here."""
     if config.server:
@@ -22,7 +23,7 @@ def load_agent(sft: Path, config: Any, env: Any = None) -> Any:
     return agent
 
 
-def set_first_messages(env: Any, rendering: Rendering, config: Any) -> None:
+def set_first_messages(env: Any, rendering: Rendering, config: Run) -> None:
     """Let an environment begin with the messages that the agent was cloned with."""
     if rendering.agreement is not None:
         env.agreement = rendering.agreement
@@ -31,7 +32,7 @@ def set_first_messages(env: Any, rendering: Rendering, config: Any) -> None:
         env.instruct(rendering.instruction)
 
 
-def load_policy(path: Path, config: Any) -> Policy:
+def load_policy(path: Path, config: Sampling) -> Policy:
     """The model in a checkpoint: `Policy`, or without --plain its fast twin."""
     model, chat = models.load(path, config)
     if config.plain:

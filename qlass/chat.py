@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qlass import UserError
+from qlass.files import read_json, warn
 from qlass.messages import State
-from qlass.outputs import read_json, warn
+from qlass.settings import Run
 from qlass.tiny import Aids
 
 FLAGS = ("temperature", "max_new_tokens")  # of a stage
@@ -45,7 +46,7 @@ class Rendering:
         (folder / self.FILE).write_text(text, encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: str | Path, config: Any = None) -> Rendering:
+    def load(cls, folder: str | Path, config: Run | None = None) -> Rendering:
         """A checkpoint's, but for what the flags of a stage say."""
         file = Path(folder) / cls.FILE
         fields = read_json(file) if file.exists() else {}

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from qlass import UserError, records
+from qlass.files import input_of, meta_of, warn
 from qlass.messages import State, replay
-from qlass.outputs import Output, input_of, meta_of, warn
+from qlass.outputs import Output
+from qlass.settings import Run
 
 ROLES = {"human": "user", "gpt": "assistant"}  # ETO's and ours
 
@@ -56,11 +58,11 @@ def demonstrate(env: Any, task_id: str) -> dict:
     return line | {"reward": end.reward}
 
 
-def collect(env: Any, config: Any) -> Path:
+def collect(env: Any, config: Run, most: int | None) -> Path:
     """RUN/expert.jsonl with the first --n-expert training tasks."""
     path = config.run / "expert.jsonl"
     out = Output(path, config, env.settings, {}, itemgetter("task_id"))
-    tasks = env.task_ids("train")[: config.n_expert]
+    tasks = env.task_ids("train")[:most]
     todo = out.todo(tasks)
     out.write(([demonstrate(env, task_id)] for task_id in todo), "expert", len(todo))
     out.finish(tasks)

@@ -6,7 +6,6 @@ one line. LoRA is PEFT's; weights in few bits are bitsandbytes'.
 """
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from torch import nn
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.outputs import atomic, read_json, warn
+from qlass.device import PRECISIONS, device_and_precision
+from qlass.files import atomic, read_json
 from qlass.records import one_line
+from qlass.settings import Learning, Model
 
-PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 POSITIONS = ("default", "linear", "llama3", "yarn")  # kinds of RoPE that a cache may extend
 SUPPORTED = " (supported: causal LMs in safetensors with a chat template, docs/models.md)"
 PROBE = "Thought: 1/2 of $9.50\nAction: click[Buy Now]"
@@ -32,27 +32,11 @@ hf.utils.logging.set_verbosity_error()
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def device_and_precision(config: Any) -> tuple[torch.device, str]:
-    """--device, else this process's GPU or, without any, the CPU. --precision, else bf16 on a GPU
-    and float32 on a CPU, of which few have bf16 arithmetic."""
-    gpu = torch.cuda.is_available() and config.device != "cpu"
-    if config.device == "cuda" and not gpu:
-        raise UserError("--device cuda: torch sees no GPU")
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    place = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    if config.precision:
-        return place, config.precision
-    bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    if gpu and not bf16:
-        warn("this GPU computes no bf16: --precision float32 is taken")
-    return place, "bf16" if bf16 else "float32"
-
-
 # ---------------------------------------------------------------------------------------- loading
 
 
 def load(
-    path: str | Path, config: Any, train: bool = False, kind: Any = hf.AutoModelForCausalLM
+    path: str | Path, config: Model, train: bool = False, kind: Any = hf.AutoModelForCausalLM
 ) -> tuple[Any, Chat]:
     """The model in a folder or of a hub name, and its Chat.
 
@@ -90,7 +74,7 @@ def load(
     return model, chat
 
 
-def load_chat(path: str | Path, config: Any) -> Chat:
+def load_chat(path: str | Path, config: Model) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
     with one_line(path, SUPPORTED):
         settings = hf.AutoConfig.from_pretrained(path).get_text_config()
@@ -139,7 +123,7 @@ def check(model: Any, chat: Chat, plain: bool) -> None:
 # ---------------------------------------------------------------------------- training and saving
 
 
-def prepare_training(model: Any, config: Any, end: int | None = None) -> Any:
+def prepare_training(model: Any, config: Learning, end: int | None = None) -> Any:
     """LoRA's updates and gradient checkpointing, in place. Returns PEFT's view of the model, None
     without LoRA. end: the token that ends a turn, if the model is to learn to write it."""
     adapter = None
@@ -186,7 +170,7 @@ def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:
     return optimizer(groups, weight_decay=0.0, betas=(0.9, 0.95))
 
 
-def full_weights(model: Any, folder: Path, config: Any, adapter: Any = None) -> Any:
+def full_weights(model: Any, folder: Path, config: Model, adapter: Any = None) -> Any:
     """A model as it is saved: all bits of the weights, with LoRA's updates, which are also kept in
     folder/adapter. adapter: PEFT's view of the model, None without updates."""
     if adapter:
@@ -202,7 +186,7 @@ def full_weights(model: Any, folder: Path, config: Any, adapter: Any = None) -> 
     return model
 
 
-def save(model: Any, chat: Chat, folder: Path, config: Any, adapter: Any = None) -> None:
+def save(model: Any, chat: Chat, folder: Path, config: Model, adapter: Any = None) -> None:
     """A HuggingFace checkpoint with its tokenizer and rendering."""
     with atomic(folder) as draft:
         model = full_weights(model, draft, config, adapter)

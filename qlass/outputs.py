@@ -15,139 +15,44 @@ No torch here, so that bellman.py starts at once.
 """
 
 import contextlib
-import functools
-import hashlib
 import importlib
 import itertools
 import json
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from qlass import UserError
-from qlass.records import Line, one_line, read
+from qlass.files import (
+    LAYOUT,
+    LOADED,
+    Inputs,
+    dumps,
+    input_of,
+    lock,
+    meta_of,
+    meta_path,
+    parts_folder,
+    read_jsonl,
+    remove,
+    sha256,
+    share,
+    warn,
+    write_json,
+    write_jsonl,
+)
+from qlass.records import one_line
+from qlass.settings import Run, default_run
 
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata tell
-# What is read of a checkpoint.
-LOADED = ("[!.]*.json", "[!.]*.safetensors", "[!.]*.model", "[!.]*.jinja", "[!.]*.txt")
-LAYOUT = 2  # of a run's folder
-Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
-
-
-@functools.cache  # once a process
-def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
-
-
-# ------------------------------------------------------------------------------------------- files
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    with one_line(path):
-        return json.loads(path.read_text(encoding="utf-8"))
-
-
-def write_json(path: Path, value: Any) -> None:
-    with atomic(path) as draft:
-        draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def read_jsonl(path: Path) -> list[Any]:
-    return list(read(path, Line))
-
-
-def dumps(record: Any) -> str:
-    return json.dumps(record, ensure_ascii=False) + "\n"
-
-
-def write_jsonl(path: Path, records: Iterable[dict]) -> None:
-    with atomic(path) as draft, open(draft, "w", encoding="utf-8") as out:
-        out.writelines(map(dumps, records))
-
-
-@contextlib.contextmanager
-def atomic(path: Path) -> Iterator[Path]:
-    """Where to write a file or a folder that takes the place of `path` when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft{share()[0]}")
-    remove(draft)  # of a call that was killed
-    yield draft
-    if path.is_dir():
-        remove(path)
-    draft.replace(path)
-
-
-def remove(path: Path) -> None:
-    """Delete a file or a folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-
-
-def lock(path: Path) -> FileLock:
-    """The lock of an output, held until it is released or this process ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file_lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
-    try:
-        file_lock.acquire()
-    except Timeout:
-        raise UserError(f"{path}: another process is writing it") from None
-    return file_lock
-
-
-def sha256(path: Path) -> str:
-    """Of a file, or of the files of a checkpoint's folder that are loaded."""
-    files = itertools.chain(*map(path.glob, LOADED)) if path.is_dir() else [path]
-    total = hashlib.sha256()
-    for file in sorted(files):
-        total.update(hash_of(file, file.stat().st_mtime_ns))
-    return total.hexdigest()
-
-
-@functools.cache  # a large model is read once
-def hash_of(file: Path, changed_at: int) -> bytes:
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").digest()
-
-
-def share() -> tuple[int, int]:
-    """RANK and WORLD_SIZE, as torchrun and job arrays set them; alone 0 and 1."""
-    rank, n = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if not 0 <= rank < n:
-        raise UserError(f"RANK {rank} of WORLD_SIZE {n}: ranks are 0 to {n - 1}")
-    return rank, n
-
 
 # ------------------------------------------------------------------------------------- the recipe
-
-
-def meta_path(output: Path) -> Path:
-    """trees.jsonl -> trees.meta.json; a checkpoint folder sft -> sft.meta.json."""
-    return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
-
-
-def meta_of(output: Path) -> dict[str, Any]:
-    path = meta_path(output)
-    return read_json(path) if path.exists() else {"recipe": {}, "inputs": {}}
-
-
-def parts_folder(output: Path) -> Path:
-    """The folder of what is done of an unfinished output."""
-    return output.with_name(output.name + ".parts")
-
-
-def input_of(output: Path, name: str) -> Path | None:
-    """Where an input of an output was; None: there was none."""
-    place = meta_of(output)["inputs"].get(name)
-    return output.parent / place if place else None
 
 
 def checkpoint(name: str | Path) -> Path:
@@ -161,11 +66,7 @@ def checkpoint(name: str | Path) -> Path:
         return Path(snapshot_download(str(name), allow_patterns=list(LOADED)))
 
 
-def default_run(env: str) -> Path:
-    return Path("runs") / env.rpartition(":")[2].lower()
-
-
-def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path:
+def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path:
     """An input of a stage: what was named, else RUN/name, which the earlier stage makes first."""
     path = named or config.run / name
     if named and not name.endswith(".jsonl"):
@@ -177,7 +78,7 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Any) -> Path
     return path
 
 
-def make(path: Path, stage: str, config: Any) -> None:
+def make(path: Path, stage: str, config: Run) -> None:
     """Run the stage that makes an output, if the flags of the run are all that it needs."""
     flags = shared_flags(config)
     words = shlex.join(flags)
@@ -189,10 +90,10 @@ def make(path: Path, stage: str, config: Any) -> None:
     importlib.import_module(stage).main(flags)
 
 
-def shared_flags(config: Any) -> list[str]:
+def shared_flags(config: Run) -> list[str]:
     """What the commands of a run have in common."""
     flags = ["--run", str(config.run), "--env", config.env, "--seed", str(config.seed)]
-    flags += ["--preset", config.preset]
+    flags += ["--preset", str(config.preset)]
     return flags + [f"--env-option={option}" for option in config.env_option]
 
 
@@ -205,7 +106,7 @@ def stale(output: Path) -> Iterator[str]:
             yield f"{output} was made from another {path} than there is now: make it again"
 
 
-def begin(output: Path, config: Any, settings: dict[str, Any], inputs: Inputs) -> dict[str, Any]:
+def begin(output: Path, config: Run, settings: dict[str, Any], inputs: Inputs) -> dict[str, Any]:
     """Claim an output: write its metadata, or compare what it was begun with. Returns those.
 
     settings: what its bytes depend on, beside the content of the inputs.
@@ -275,7 +176,7 @@ class Output:
     def __init__(
         self,
         path: Path,
-        config: Any,
+        config: Run,
         settings: dict[str, Any],
         inputs: Inputs,
         key: Callable[[dict], Any],

@@ -8,8 +8,8 @@ from typing import Any
 
 from qlass.batching import Candidate
 from qlass.chat import Chat
+from qlass.files import Inputs, meta_of, warn
 from qlass.messages import State
-from qlass.outputs import Inputs, meta_of, warn
 
 # --------------------------------------------------------------------------- the outcome of a task
 

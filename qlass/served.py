@@ -18,11 +18,12 @@ import numpy as np
 
 from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample, Score
+from qlass.files import meta_of, warn
 from qlass.messages import State, uniforms
 from qlass.models import load_chat
-from qlass.outputs import meta_of, warn
 from qlass.policy import QUESTION
 from qlass.records import one_line
+from qlass.settings import Sampling
 
 ENDS = ("stop", "length")  # of a reply that was not given up
 TRIES = 80  # after waits of 0.5, 1, 2, 4, 8, 8, ... seconds
@@ -75,7 +76,7 @@ class Untold(UserError):
 
 
 def check(
-    server: Server, folder: Path, answer: Callable[[list], list], config: Any, most: float
+    server: Server, folder: Path, answer: Callable[[list], list], config: Sampling, most: float
 ) -> None:
     """Ask a fixed question, whose answer the checkpoint's metadata have. UserError if the server's
     differs by more than `most`, or by ten times as much with --load-in: served in few bits."""
@@ -103,11 +104,11 @@ class ServedPolicy:
     the same texts again: in bf16 only with the same --in-flight.
     """
 
-    def __init__(self, folder: Path, config: Any) -> None:
+    def __init__(self, folder: Path, config: Sampling) -> None:
         self.chat, self.seed = load_chat(folder, config), config.seed
         if self.chat.rendering.candidates == "valid":
             raise UserError("--server: the agent chooses by probabilities, which no server tells")
-        self.server = Server(config.server, config.in_flight)
+        self.server = Server(str(config.server), config.in_flight)
         check(self.server, folder, self.likelihoods, config, most=2.0)
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
@@ -151,7 +152,7 @@ class ServedPolicy:
 class ServedQNet:
     """The scores of `train_qnet.QNet`, by a server of its folder."""
 
-    def __init__(self, url: str, config: Any) -> None:
+    def __init__(self, url: str, config: Sampling) -> None:
         self.server = Server(url, config.in_flight)
         self.folder = Path(self.server.model)
         self.chat = load_chat(self.folder, config)

@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, Validation
 from tyro.conf import UseAppendAction
 
 from qlass import UserError, presets
-from qlass.outputs import LAYOUT, default_run, read_json, warn
+from qlass.files import LAYOUT, read_json, warn
 
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UNNAMED = Path("runs/ENV")
@@ -48,7 +48,7 @@ class Run:
         fields = dataclasses.fields(self)
         recipe = {f.name: getattr(self, f.name) for f in fields if not f.metadata.get("runtime")}
         if "precision" in recipe:
-            from qlass.models import device_and_precision
+            from qlass.device import device_and_precision
 
             recipe["precision"] = device_and_precision(self)[1]
         return recipe
@@ -144,6 +144,10 @@ def check_bounds(config: Run) -> None:
         problem = error.errors()[0]
         flag = f"--{problem['loc'][0]}".replace("_", "-")
         raise UserError(f"{flag} {problem['input']}: {problem['msg']}") from None
+
+
+def default_run(env: str) -> Path:
+    return Path("runs") / env.rpartition(":")[2].lower()
 
 
 def read_run(run: Path) -> dict[str, Any]:

@@ -15,11 +15,9 @@ from torch import distributed, nn
 from tqdm import tqdm
 
 from qlass import UserError
-from qlass.models import device_and_precision
-from qlass.outputs import (
+from qlass.files import (
     Inputs,
     atomic,
-    begin,
     dumps,
     lock,
     meta_path,
@@ -29,6 +27,8 @@ from qlass.outputs import (
     write_json,
     write_jsonl,
 )
+from qlass.models import device_and_precision
+from qlass.outputs import begin
 from qlass.records import one_line
 from qlass.settings import Learning
 

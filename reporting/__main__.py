@@ -23,7 +23,8 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from qlass import UserError
-from qlass.outputs import atomic, stale
+from qlass.files import atomic
+from qlass.outputs import stale
 from qlass.settings import parse, run_stage
 
 TREES = ("q_labels.jsonl", "trees.jsonl")  # of a run, for the viewer: the first that there is

@@ -14,8 +14,8 @@ from typing import Any
 import pandas as pd
 
 from qlass import UserError, records
+from qlass.files import input_of, meta_of, parts_folder, warn
 from qlass.messages import parse_action
-from qlass.outputs import input_of, meta_of, parts_folder, warn
 from reporting.result_lines import Result
 from reporting.stats import Estimate, interval
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from textwrap import shorten
 
 from qlass import UserError
+from qlass.files import atomic
 from qlass.messages import parse_action
-from qlass.outputs import atomic
 from qlass.settings import parse, run_stage
 from qlass.trees import read_trees
 from reporting import svg

@@ -8,7 +8,7 @@ from fakes import FakeEnv, save_agent, tiny_backbone, word_chat
 from hypothesis import settings
 
 from data import make_alfworld
-from qlass.outputs import read_jsonl, warn
+from qlass.files import read_jsonl, warn
 from train_qnet import QNet
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import bellman
 from experiments import targets
 from qlass import UserError
-from qlass.outputs import meta_of, read_jsonl
+from qlass.files import meta_of, read_jsonl
 
 
 def node(node_id, parent, reward=0.0, branch=0, done=False, **more) -> dict:

@@ -12,8 +12,8 @@ from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS, tree_records
 from qlass import UserError
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
+from qlass.files import meta_of
 from qlass.messages import State, parse_action, replay
-from qlass.outputs import meta_of
 
 
 def shown(*actions: str) -> Demonstration:

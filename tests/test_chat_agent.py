@@ -8,8 +8,8 @@ import train_qnet
 from integrations import chat_agent, chat_trees
 from qlass import UserError
 from qlass.batching import Score
+from qlass.files import meta_of, read_jsonl
 from qlass.messages import State
-from qlass.outputs import meta_of, read_jsonl
 from train_qnet import QNet
 
 

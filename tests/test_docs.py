@@ -23,8 +23,8 @@ import envs
 import q_search
 import sft
 from docs import build, rival
+from qlass.files import read_jsonl
 from qlass.messages import parse_action
-from qlass.outputs import read_jsonl
 from reporting import reference, tables
 from reporting.results import read_results, result_files
 

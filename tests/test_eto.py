@@ -13,8 +13,8 @@ from experiments.eto import Preference, dpo_loss, failures, pack_preferences, si
 from experiments.learning import Learner
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
+from qlass.files import read_jsonl
 from qlass.messages import State, parse_action, react
-from qlass.outputs import read_jsonl
 from qlass.policy import Policy
 
 

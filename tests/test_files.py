@@ -15,8 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import q_search
-from qlass import UserError, outputs, records
-from qlass.outputs import Output, find_or_make, parts_folder, read_jsonl, write_jsonl
+from qlass import UserError, files, outputs, records
+from qlass.files import parts_folder, read_jsonl, write_jsonl
+from qlass.outputs import Output, find_or_make
 from qlass.settings import Run, read_settings, run_stage, runtime
 
 TASKS = ["t0", "t1", "t2", "t3"]
@@ -42,7 +43,7 @@ def group(task: str) -> list[dict]:
     return [{"task_id": task, "n": n, "text": "é" * n} for n in range(1 + int(task[1:]))]
 
 
-WHOLE = "".join(outputs.dumps(line) for task in TASKS for line in group(task)).encode()
+WHOLE = "".join(files.dumps(line) for task in TASKS for line in group(task)).encode()
 ALONE = (0, 1)
 
 
@@ -78,12 +79,12 @@ def test_stopped_at_any_byte_at_any_width_it_becomes_the_same_file(calls):
             if part.exists():
                 os.truncate(part, min(cut, part.stat().st_size))
         grow(path)
-        beside = {outputs.meta_path(path).name, "run.json"}
+        beside = {files.meta_path(path).name, "run.json"}
         assert path.read_bytes() == WHOLE and {file.name for file in path.parent.glob("[!.]*")} == {path.name, *beside}
-        meta = outputs.meta_of(path)
+        meta = files.meta_of(path)
         assert meta["tasks"] == TASKS and grow(path) == []
         assert grow(path, tasks=[*TASKS, "t4"]) == ["t4"]  # more tasks: what is there is not done again
-        assert path.read_bytes() == WHOLE + "".join(map(outputs.dumps, group("t4"))).encode()
+        assert path.read_bytes() == WHOLE + "".join(map(files.dumps, group("t4"))).encode()
 
 
 def refusal(path: Path) -> str:
@@ -125,7 +126,7 @@ def test_a_process_with_nothing_to_do_needs_no_folder_that_another_may_remove(tm
     idle.write([], "groups", 0)
     assert idle.todo(TASKS) == [] and not parts_folder(path).exists()
     idle.finish(TASKS, tasks=TASKS)
-    assert path.read_bytes() == WHOLE and outputs.meta_of(path)["tasks"] == TASKS
+    assert path.read_bytes() == WHOLE and files.meta_of(path)["tasks"] == TASKS
 
 
 def test_another_recipe_is_refused_and_runtime_flags_may_differ(tmp_path):
@@ -172,7 +173,7 @@ def test_an_output_of_another_command_stays_even_with_overwrite(tmp_path):
 @pytest.mark.parametrize("rank", [3, -1])
 def test_a_rank_that_no_process_has_is_refused(rank):
     with process(rank, 3), pytest.raises(UserError, match=r"ranks are 0 to 2"):
-        outputs.share()
+        files.share()
 
 
 def test_a_text_may_hold_any_sign_of_unicode(tmp_path):
@@ -196,13 +197,13 @@ def test_what_is_no_output_of_this_command_or_can_not_be_shared_is_refused(tmp_p
 def test_a_file_or_a_checkpoint_is_replaced_as_a_whole(tmp_path):
     file, folder = tmp_path / "x.jsonl", tmp_path / "sft"
     lines = [{"a": "✓ é\n\u2028", "b": None}, {"task_id": "007", "more": [1, 2.5]}]
-    outputs.write_jsonl(file, lines)
+    files.write_jsonl(file, lines)
     for text in ("old", "new"):
-        with outputs.atomic(folder) as draft:
+        with files.atomic(folder) as draft:
             draft.mkdir()
             (draft / "config.json").write_text(text)
     for path in (file, folder):
-        with pytest.raises(RuntimeError), outputs.atomic(path) as draft:
+        with pytest.raises(RuntimeError), files.atomic(path) as draft:
             draft.write_text("half")
             raise RuntimeError("power cut")
     assert read_jsonl(file) == lines and (folder / "config.json").read_text() == "new"
@@ -221,7 +222,7 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
         return "".join(capsys.readouterr())
 
     monkeypatch.setattr("bellman.main", make)
-    shared = {"env": "webshop", "env_option": [], "seed": 1, "preset": "tiny", "layout": outputs.LAYOUT}
+    shared = {"env": "webshop", "env_option": [], "seed": 1, "preset": "tiny", "layout": files.LAYOUT}
     (tmp_path / "run.json").write_text(json.dumps(shared))
     with pytest.raises(UserError, match=r"rnu: no such run; python sft.py --run"):  # a typo begins nothing
         find(config=dataclasses.replace(config, run=tmp_path.with_name(tmp_path.name + "rnu")))
@@ -265,7 +266,7 @@ def test_other_data_and_another_version_are_refused(tmp_path, agent, monkeypatch
 def test_what_another_version_made_is_told_where_the_environment_is_played(tmp_path, capsys):
     sft = tmp_path / "sft"
     sft.mkdir()
-    outputs.write_json(outputs.meta_path(sft), {"recipe": {"env": "webshop", "env_version": "0"}, "inputs": {}})
+    files.write_json(files.meta_path(sft), {"recipe": {"env": "webshop", "env_version": "0"}, "inputs": {}})
     config = flags("--run", str(tmp_path / "run"))
     labels = tmp_path / "labels.jsonl"
     outputs.begin(labels, config, {}, {"sft": sft, "labels": None})  # which plays nothing: of its input's version

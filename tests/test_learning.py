@@ -11,7 +11,7 @@ from experiments.learning import Learner
 from qlass import UserError, demonstrations
 from qlass.agent import load_policy
 from qlass.fast.decode import FastPolicy
-from qlass.outputs import read_jsonl
+from qlass.files import read_jsonl
 from qlass.settings import Sampling
 
 GROUPS = ["--batch-tasks", "8", "--minibatch", "4", "--every", "2"]

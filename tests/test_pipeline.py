@@ -14,7 +14,7 @@ import pytest
 from fakes import fork
 
 import q_search
-from qlass.outputs import meta_of, read_jsonl
+from qlass.files import meta_of, read_jsonl
 from qlass.trees import read_trees
 from reporting.results import protocol_of
 

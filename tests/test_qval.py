@@ -22,8 +22,8 @@ from qlass.agent import load_policy
 from qlass.batching import Candidate, LogProb, Sample, drive
 from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
+from qlass.files import read_jsonl, write_jsonl
 from qlass.messages import State, react
-from qlass.outputs import read_jsonl, write_jsonl
 
 RENDERING = Rendering()
 ACTIONS = [react("hm", action) for action in ("left", "right")]

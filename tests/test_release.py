@@ -17,8 +17,8 @@ from integrations import qlass_evaluation, qlass_release
 from integrations.qlass_evaluation import ALFWorld
 from qlass import UserError
 from qlass.chat import Chat, Rendering
+from qlass.files import read_jsonl
 from qlass.messages import State
-from qlass.outputs import read_jsonl
 
 TOKENIZERS = ["llama-2 first", "llama-2 always", "llama-3"]  # SentencePiece adds a space to a text, or to each part
 EXAMPLE = [{"role": "user", "content": "A room.\n\nYour task is to: look."}, {"from": "gpt", "content": "Action: go"}]

@@ -15,8 +15,8 @@ from fakes import FakeEnv, dump
 import reporting.__main__ as report
 from qlass import UserError
 from qlass.demonstrations import demonstrate
+from qlass.files import read_jsonl
 from qlass.messages import parse_action
-from qlass.outputs import read_jsonl
 from reporting import demonstration, expected, figures, page, results, tables, tree
 
 HERE = Path(__file__).parent

@@ -15,8 +15,8 @@ import q_search
 from qlass import UserError
 from qlass.agent import load_agent
 from qlass.batching import LogProb, Sample, Score
+from qlass.files import meta_of, meta_path, read_jsonl, sha256, write_json
 from qlass.messages import State
-from qlass.outputs import meta_of, meta_path, read_jsonl, sha256, write_json
 from qlass.policy import QUESTION, Policy
 from qlass.served import TRIES, ServedPolicy, ServedQNet, Server
 from qlass.settings import Sampling

@@ -16,8 +16,8 @@ from qlass import UserError, demonstrations
 from qlass.agent import load_agent
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration, read
+from qlass.files import meta_of, read_jsonl
 from qlass.messages import State
-from qlass.outputs import meta_of, read_jsonl
 from qlass.policy import QUESTION
 from qlass.tiny import AIDS, MARK
 from qlass.training import cosine

@@ -15,8 +15,8 @@ from qlass import UserError
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
 from qlass.fast.packing import pack_pairs, packed_loss
+from qlass.files import meta_of
 from qlass.messages import State
-from qlass.outputs import meta_of
 from qlass.pairs import Pair, families, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
 from qlass.training import Training

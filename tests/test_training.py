@@ -18,7 +18,7 @@ from torch import nn
 import sft
 from qlass import UserError, training
 from qlass.demonstrations import demonstrate
-from qlass.outputs import meta_of, read_jsonl
+from qlass.files import meta_of, read_jsonl
 from qlass.training import Training, updates_of
 
 

@@ -28,11 +28,11 @@ from experiments import drive_in_order
 from experiments.qval import metrics, report, search
 from experiments.qval.points import EXACT, Point, distinct, labelled, trajectory
 from experiments.qval.scorers import Call, Context, Judge, answer, entries, scored
-from qlass import UserError, outputs
+from qlass import UserError, files, outputs
 from qlass.agent import set_first_messages
 from qlass.batching import LogProb, Models, Sample, drive
 from qlass.chat import FLAGS, Rendering
-from qlass.outputs import Inputs
+from qlass.files import Inputs
 from qlass.presets import PRESETS
 from qlass.settings import Number, read_settings, run_stage, runtime
 
@@ -84,8 +84,8 @@ class Study:
             walks = itertools.product(range(config.trajectories), self.env.task_ids(config.split))
             players = (trajectory(self.env.fork(), task, n, config, self.rendering) for n, task in walks)
             points = distinct(drive_in_order(players, self.models, self.env.side_by_side))
-            outputs.write_jsonl(path, map(vars, itertools.islice(points, config.points)))
-        return [Point(**record) for record in outputs.read_jsonl(path)]
+            files.write_jsonl(path, map(vars, itertools.islice(points, config.points)))
+        return [Point(**record) for record in files.read_jsonl(path)]
 
     def lines(self, name: str, points: list[Point], make: Callable, flags: list[str], inputs: Inputs) -> list[dict]:
         """The lines of a file that has one a point. make: a point's line. flags, inputs: what the file depends on."""

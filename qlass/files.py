@@ -1,0 +1,128 @@
+"""Files: JSON and JSON lines, written whole or not at all; locks and hashes. No torch here."""
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from qlass import UserError
+from qlass.records import Line, one_line, read
+
+# What is read of a checkpoint.
+LOADED = ("[!.]*.json", "[!.]*.safetensors", "[!.]*.model", "[!.]*.jinja", "[!.]*.txt")
+LAYOUT = 2  # of a run's folder
+Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
+
+
+@functools.cache  # once a process
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    with one_line(path):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    with atomic(path) as draft:
+        draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    return list(read(path, Line))
+
+
+def dumps(record: Any) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def write_jsonl(path: Path, records: Iterable[dict]) -> None:
+    with atomic(path) as draft, open(draft, "w", encoding="utf-8") as out:
+        out.writelines(map(dumps, records))
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Where to write a file or a folder that takes the place of `path` when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft{share()[0]}")
+    remove(draft)  # of a call that was killed
+    yield draft
+    if path.is_dir():
+        remove(path)
+    draft.replace(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+def lock(path: Path) -> FileLock:
+    """The lock of an output, held until it is released or this process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file_lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
+    try:
+        file_lock.acquire()
+    except Timeout:
+        raise UserError(f"{path}: another process is writing it") from None
+    return file_lock
+
+
+def sha256(path: Path) -> str:
+    """Of a file, or of the files of a checkpoint's folder that are loaded."""
+    files = itertools.chain(*map(path.glob, LOADED)) if path.is_dir() else [path]
+    total = hashlib.sha256()
+    for file in sorted(files):
+        total.update(hash_of(file, file.stat().st_mtime_ns))
+    return total.hexdigest()
+
+
+@functools.cache  # a large model is read once
+def hash_of(file: Path, changed_at: int) -> bytes:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").digest()
+
+
+def share() -> tuple[int, int]:
+    """RANK and WORLD_SIZE, as torchrun and job arrays set them; alone 0 and 1."""
+    rank, n = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < n:
+        raise UserError(f"RANK {rank} of WORLD_SIZE {n}: ranks are 0 to {n - 1}")
+    return rank, n
+
+
+# ---------------------------------------------------------------------------- beside an output
+
+
+def meta_path(output: Path) -> Path:
+    """trees.jsonl -> trees.meta.json; a checkpoint folder sft -> sft.meta.json."""
+    return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
+
+
+def meta_of(output: Path) -> dict[str, Any]:
+    path = meta_path(output)
+    return read_json(path) if path.exists() else {"recipe": {}, "inputs": {}}
+
+
+def parts_folder(output: Path) -> Path:
+    """The folder of what is done of an unfinished output."""
+    return output.with_name(output.name + ".parts")
+
+
+def input_of(output: Path, name: str) -> Path | None:
+    """Where an input of an output was; None: there was none."""
+    place = meta_of(output)["inputs"].get(name)
+    return output.parent / place if place else None
