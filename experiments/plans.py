@@ -17,6 +17,7 @@ from pathlib import Path
 import pandas as pd
 from scipy import stats
 
+from qlass.files import meta_of
 from qlass.settings import parse, run_stage
 from reporting.results import read_results, result_files
 from reporting.stats import Estimate
@@ -63,7 +64,7 @@ MINUS = [f"minus_{name}" for name in CONDITION]
 KEYS = ["environment", *CONDITION]
 # Columns of results.csv behind a condition; repeated: the share of steps whose action had the same answer earlier.
 COSTS = {"total": "tokens", "generated": "generated", "env_steps": "env_steps", "resets": "resets"}  # means per task
-NEW = ["seed", "reward", "low", "high", *COSTS.values(), "repeated", "trainings"]
+NEW = ["seed", "reward", "low", "high", *COSTS.values(), "repeated", "trainings", "commit"]
 UNITS = "seed != 'all'"  # of the rows of results.csv
 
 
@@ -198,7 +199,7 @@ def page(plans: pd.DataFrame, results: pd.DataFrame) -> Iterator[str]:
 
 
 def unit_rows(folders: Sequence[Path]) -> pd.DataFrame:
-    """Rows of results.csv but for split and commit: each condition in each run folder, a unit, and over all of them."""
+    """Rows of results.csv but for the split: each condition in each run folder, a unit, and over all of them."""
     rows = []
     for folder in folders:
         unit = folder.name.rpartition("-")[2]
@@ -208,10 +209,12 @@ def unit_rows(folders: Sequence[Path]) -> pd.DataFrame:
             condition = [c.env, c.label or "cloned", method, c.M or 1, c.N or 1, c.select or ""]
             reward, *costs = map(group.mean, ("reward", *COSTS))
             repeated = group.row["repeats"].sum() / group.row["steps"].sum()
-            rows.append([*condition, unit, reward, math.nan, math.nan, *costs, repeated, 1])
+            commits = sorted({meta_of(file).get("commit", "") for file in group.episodes["file"].unique()})
+            rows.append([*condition, unit, reward, math.nan, math.nan, *costs, repeated, 1, " ".join(commits)])
     units = pd.DataFrame(rows, columns=[*KEYS, *NEW])
     conditions = units.groupby(KEYS, sort=False)
     means = conditions.mean(numeric_only=True).assign(seed="all", trainings=conditions.size())
+    means["commit"] = conditions["commit"].agg(lambda of: " ".join(of.unique()))
     estimates = pd.DataFrame([vars(over_units(of["reward"])) for _, of in conditions], means.index)
     means[["low", "high"]] = estimates[["low", "high"]]
     table = pd.concat([means.reset_index(), units])[units.columns]

@@ -21,6 +21,7 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -147,12 +148,21 @@ def begin(output: Path, config: Run, settings: dict[str, Any], inputs: Inputs) -
     places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
     meta |= {"recipe": meta["recipe"] | recipe, "inputs": meta["inputs"] | places}
     meta["versions"] = {name: metadata.version(name) for name in PACKAGES}
+    meta.setdefault("commit", code_version())
     run = config.run / "run.json"
     if output.parent == config.run and not run.exists():
         shared = {n: getattr(config, n) for n in ("env", "env_option", "seed", "preset")}
         write_json(run, shared | {"layout": LAYOUT})
     write_json(meta_path(output), meta)
     return meta
+
+
+def code_version() -> str:
+    """The commit of this code, "-dirty" behind it if files differ; empty where git has none."""
+    git = "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"
+    with contextlib.suppress(OSError):
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], inputs: Inputs) -> str:

@@ -1,5 +1,6 @@
 """Planned comparisons: Holm by hand, families, what only git's pages have, what is decided, and the real tables."""
 
+import json
 import re
 
 import pandas as pd
@@ -104,9 +105,11 @@ def test_rows_of_run_folders(tmp_path):
         folder = tmp_path / f"run-{unit}"
         folder.mkdir()
         (folder / "results.jsonl").write_text(dump([line | {"reward": reward, "tokens": {"prompt": 7}}]))
+        (folder / "results.meta.json").write_text(json.dumps({"recipe": {}, "inputs": {}, "commit": f"abcdef{unit}"}))
     table = plans.unit_rows(sorted(tmp_path.iterdir())).set_index("seed")
     assert list(table.index) == ["all", "4", "5", "6"]
     assert table.loc["all", ["reward", "tokens", "env_steps", "repeated", "trainings"]].tolist() == [0.5, 7, 5, 0.4, 3]
+    assert table["commit"].tolist() == ["abcdef4 abcdef5 abcdef6", "abcdef4", "abcdef5", "abcdef6"]
 
 
 def test_the_page_tells_what_git_does_not_show(capsys):

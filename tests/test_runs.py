@@ -21,7 +21,7 @@ SCRIPTS = sorted(path.name for path in (ROOT / "runs").glob("*.sh") if path.name
 PAPER = ["webshop", "alfworld", "sciworld", "table3", "table4", "fig4", "release", "gpu_check"]
 VARIANTS = {  # arguments with which a script takes another path
     "paper.sh": PAPER,
-    "cloned.sh": ["161", "--by-heart 100 101", "--by-heart 300 101"],
+    "cloned.sh": ["161", "--one-epoch 171", "--by-heart 100 101", "--by-heart 300 101"],
     "demo.sh": ["", "--check"],
     "reproduce.sh": [
         f"{name} --seeds 1"
@@ -175,6 +175,9 @@ def test_the_same_demonstrations_are_those_of_agent_trees_and_qnet(stages):
     has(calls["sft.py"][0], n_expert=1000, epochs=3)
     has(*calls["build_trees.py"], tasks="cloned", limit=1000, rollouts=6)
     assert [(q.loss_on, q.rank_weight) for q in calls["train_qnet.py"]] == [("last", 4), ("all", 0), ("last", 0)]
+    calls = stages("cloned.sh", "--one-epoch 171")
+    assert [agent.epochs for agent in calls["sft.py"]] == [1, 3, 1]  # the agent, a longer cloning of it, RFT
+    has(*calls["build_trees.py"], tasks="cloned", limit=1000, rollouts=6, temperature=0.7)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
