@@ -38,7 +38,7 @@ from qlass.chat import Chat
 from qlass.messages import State
 from qlass.pairs import Pair, Pairs, Part, families, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
-from qlass.records import Label, one_line
+from qlass.records import Label, as_user_error
 from qlass.settings import Learning, Model, Number, Prompt, read_settings, run_stage, runtime
 from qlass.trees import read_trees
 
@@ -113,7 +113,7 @@ class QNet(nn.Module):
         """config: a stage's settings."""
         hidden = files.read_json(folder / "qnet.json")["hidden"]  # which an agent's folder lacks
         qnet = cls(*models.load(folder, config, kind=AutoModel), hidden)
-        with one_line(folder / "head.safetensors"):
+        with as_user_error(folder / "head.safetensors"):
             qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
             if not all(weight.isfinite().all() for weight in qnet.head.parameters()):
                 raise ValueError("its weights are not finite")
@@ -223,7 +223,7 @@ def train(
 def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[Pairs]]:
     """Of the first `limit` labelled trees: their tasks, and their pairs."""
     trees = list(islice(read_trees(labels, Label), limit))
-    with one_line(labels):
+    with as_user_error(labels):
         pairs = list(map(pairs_of, trees))
     return [tree[0]["task_id"] for tree in trees], pairs
 

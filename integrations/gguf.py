@@ -14,7 +14,7 @@ import transformers as hf
 from tyro.conf import Positional
 
 from qlass.files import atomic
-from qlass.records import one_line
+from qlass.records import as_user_error
 from qlass.settings import parse, run_stage
 
 
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
     place = {"pretrained_model_name_or_path": config.file.parent, "gguf_file": config.file.name}
     full_width = hf.GgufConfig(dequantize=True)  # few bits can't be trained
-    with one_line(config.file):
+    with as_user_error(config.file):
         tokenizer = hf.AutoTokenizer.from_pretrained(**place)
         place |= {"quantization_config": full_width, "dtype": torch.float32}
         model = hf.AutoModelForCausalLM.from_pretrained(**place)

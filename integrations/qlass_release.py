@@ -14,7 +14,7 @@ from tyro.conf import Positional
 
 from qlass.chat import Chat, Rendering
 from qlass.files import atomic
-from qlass.records import one_line
+from qlass.records import as_user_error
 from qlass.settings import parse, run_stage
 from train_qnet import QNet
 
@@ -33,7 +33,7 @@ def chat_of(folder: Path, qnet: bool = False) -> Chat:
 
     It reads Q at the last token but one: of Llama-2's `</s><s>` this is `</s>`, of Llama-3 the one before `<|eot_id|>`.
     """
-    with one_line(folder):
+    with as_user_error(folder):
         tokenizer = hf.AutoTokenizer.from_pretrained(folder)
         llama_3 = "<|eot_id|>" in tokenizer.get_vocab()
         in_text = tokenizer(tokenizer.bos_token + "[INST]", add_special_tokens=False).input_ids
@@ -45,12 +45,12 @@ def chat_of(folder: Path, qnet: bool = False) -> Chat:
 
 def qnet_of(folder: Path) -> QNet:
     """The QNet in pytorch_model.bin: a Llama and a head whose last layer has no bias. UserError names other weights."""
-    with one_line(folder), torch.device("meta"):  # without weights
+    with as_user_error(folder), torch.device("meta"):  # without weights
         llama = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(folder))
         qnet = QNet(llama.base_model, chat_of(folder, qnet=True))
     file = folder / "pytorch_model.bin"
     release = torch.nn.ModuleDict({"llama": llama, "mlp": qnet.head})
-    with one_line(file):
+    with as_user_error(file):
         weights = torch.load(file, mmap=True, weights_only=True)
         release.load_state_dict({"mlp.4.bias": torch.zeros(1), **weights}, assign=True)
     qnet.head.float()
@@ -67,7 +67,7 @@ class Config:
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
     qnet = qnet_of(config.qnet)
-    with one_line(config.sft):
+    with as_user_error(config.sft):
         weights = hf.AutoModelForCausalLM.from_pretrained(config.sft, dtype="auto")
     with atomic(config.out) as draft:
         qnet.save_pretrained(draft)

@@ -15,7 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from qlass import UserError
-from qlass.records import Line, one_line, read
+from qlass.records import Line, as_user_error, read
 
 # What is read of a checkpoint.
 LOADED = ("[!.]*.json", "[!.]*.safetensors", "[!.]*.model", "[!.]*.jinja", "[!.]*.txt")
@@ -29,7 +29,7 @@ def warn(text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    with one_line(path):
+    with as_user_error(path):
         return json.loads(path.read_text(encoding="utf-8"))
 
 

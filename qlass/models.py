@@ -17,7 +17,7 @@ from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.device import PRECISIONS, device_and_precision
 from qlass.files import atomic, read_json
-from qlass.records import one_line
+from qlass.records import as_user_error
 from qlass.settings import Learning, Model
 
 POSITIONS = ("default", "linear", "llama3", "yarn")  # kinds of RoPE that a cache may extend
@@ -58,7 +58,7 @@ def load(
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
     chat = load_chat(path, config)
-    with one_line(path, SUPPORTED):
+    with as_user_error(path, SUPPORTED):
         if (Path(path) / "qnet.json").exists() and kind is hf.AutoModelForCausalLM:
             raise ValueError("a QNet, which is no agent")
         model, report = kind.from_pretrained(path, **options)
@@ -76,7 +76,7 @@ def load(
 
 def load_chat(path: str | Path, config: Model) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
-    with one_line(path, SUPPORTED):
+    with as_user_error(path, SUPPORTED):
         settings = hf.AutoConfig.from_pretrained(path).get_text_config()
         rope = getattr(settings, "rope_parameters", None) or {}
         if rope.get("rope_type", "default") not in POSITIONS:
@@ -137,7 +137,7 @@ def prepare_training(model: Any, config: Learning, end: int | None = None) -> An
         updates = peft.LoraConfig(
             r=config.lora, lora_alpha=2 * config.lora, target_modules="all-linear"
         )
-        with one_line(model.name_or_path, SUPPORTED):
+        with as_user_error(model.name_or_path, SUPPORTED):
             adapter = peft.get_peft_model(model, updates)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -48,7 +48,7 @@ from qlass.files import (
     write_json,
     write_jsonl,
 )
-from qlass.records import one_line
+from qlass.records import as_user_error
 from qlass.settings import Run, default_run
 
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata tell
@@ -63,7 +63,7 @@ def checkpoint(name: str | Path) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    with one_line(f"{name}: no such folder, and not on the hub"):
+    with as_user_error(f"{name}: no such folder, and not on the hub"):
         return Path(snapshot_download(str(name), allow_patterns=list(LOADED)))
 
 

@@ -83,11 +83,16 @@ class Label(Node):
 
 
 @contextlib.contextmanager
-def one_line(place: object, way_out: str = "") -> Iterator[None]:
-    """UserError, in one line that names the place, for whatever a library says of what is there."""
+def as_user_error(
+    place: object, way_out: str = "", errors: type[Exception] = Exception
+) -> Iterator[None]:
+    """UserError, in one line that names the place, for these errors of a block.
+
+    Without `errors` the block is the call of a library alone: a fault of ours keeps its traceback.
+    """
     try:
         yield
-    except Exception as error:
+    except errors as error:
         raise UserError(f"{place}: {' '.join(str(error).split())[:300]}{way_out}") from error
 
 
@@ -99,13 +104,13 @@ def read(path: Path, kind: type[L], convert: Callable[[Any], Any] | None = None)
     """
     check = TypeAdapter(kind).validate_python
     required = kind.__required_keys__  # type: ignore[attr-defined]
-    with one_line(path):
+    with as_user_error(path):
         text = path.read_text(encoding="utf-8-sig")
         lines: Any = json.loads(text) if text.startswith("[") else text.split("\n")
     for number, line in enumerate(lines, 1):
         if line == "":
             continue
-        with one_line(f"{path}:{number}"):
+        with as_user_error(f"{path}:{number}"):
             record: Any = json.loads(line) if isinstance(line, str) else line
             if convert:
                 record = convert(record)

@@ -22,7 +22,7 @@ from qlass.files import meta_of, warn
 from qlass.messages import State, uniforms
 from qlass.models import load_chat
 from qlass.policy import QUESTION
-from qlass.records import one_line
+from qlass.records import as_user_error
 from qlass.settings import Sampling
 
 ENDS = ("stop", "length")  # of a reply that was not given up
@@ -47,7 +47,7 @@ class Server:
         """The reply of a method of the client. UserError with what the server says instead."""
         import openai
 
-        with one_line(self.url):
+        with as_user_error(self.url):
             try:
                 return method(**body)
             except openai.APIStatusError as error:

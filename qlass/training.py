@@ -29,7 +29,7 @@ from qlass.files import (
 )
 from qlass.models import device_and_precision
 from qlass.outputs import begin
-from qlass.records import one_line
+from qlass.records import as_user_error
 from qlass.settings import Learning
 
 T = TypeVar("T")
@@ -237,7 +237,9 @@ class Training:
 
     def load(self, name: str) -> list[dict]:
         """Take model, optimizer and random numbers from a state. Returns its log."""
-        with one_line(f"{self.states / name} can't be read; delete {self.states} to begin again"):
+        with as_user_error(
+            f"{self.states / name} can't be read; delete {self.states} to begin again"
+        ):
             state = torch.load(self.states / name, map_location="cpu", weights_only=True)
         trained, moments, random, lines = state
         self.model.load_state_dict(trained, strict=False)  # not the frozen ones
