@@ -41,7 +41,7 @@ from qlass.batching import Sample, ask, drive
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
 from qlass.files import Inputs
-from qlass.messages import State, parse_action, replay
+from qlass.messages import State, parse_action, replay, start, step
 from qlass.outputs import Output, find_or_make
 from qlass.settings import Sampling, read_settings, run_stage, runtime
 from qlass.trees import tree_metrics
@@ -123,8 +123,8 @@ class Explorer:
         demonstrations: tau_0 by task; the environment's expert plays other tasks. None: no expert
         branch (lines 11 to 13).
         """
-        observation, info = self.env.reset(options={"task_id": self.task_id})  # line 1
-        state = State.first(self.env, observation, info)
+        state = start(self.env, self.task_id)  # line 1
+        observation = state.observation.removeprefix(self.env.instruction)
         root = Node(state, observation, self.env.snapshot())  # line 2
         queue = deque([root])  # line 3
         if demonstrations is None:
@@ -199,7 +199,7 @@ class Explorer:
             snapshot = self.env.snapshot()
             if self.key(action) not in node.children:
                 # In the words of the tree, where an older node may have another thought.
-                after = node.state.then(action, state.observation)
+                after = node.state.extended(action, state.observation)
                 self.add(node, action, after, reward, done, "expert")
             node = node.children[self.key(action)]
             node.expert = True
@@ -210,7 +210,7 @@ class Explorer:
         """The child that the agent's action leads to. The environment must stand at the node."""
         if self.key(action) in node.children:
             return node.children[self.key(action)]
-        state, reward, done = node.state.act(self.env, action)
+        state, reward, done = step(self.env, node.state, action)
         child = self.add(node, action, state, reward, done, "policy")
         if child.depth == self.max_steps and not done:
             child.reward, child.done = self.env.reward_if_cut(), True

@@ -38,7 +38,8 @@ from qlass import UserError, outputs, results
 from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
 from qlass.files import Inputs
-from qlass.messages import State, parse_action, uniforms
+from qlass.messages import State, parse_action, start, step
+from qlass.noise import uniforms
 from qlass.results import Episode, Step
 from qlass.settings import Sampling, read_settings, run_stage, runtime
 
@@ -163,8 +164,7 @@ async def episode(
     env: envs.TextEnv, task_id: str, method: Method, trial: int, rendering: Rendering
 ) -> Episode:
     """One episode (lines 3-10)."""
-    observation, info = env.reset(options={"task_id": task_id})
-    state = State.first(env, observation, info)  # line 3
+    state = start(env, task_id)  # line 3
     steps: Episode = []
     done = False
     while not done:  # line 4
@@ -174,7 +174,7 @@ async def episode(
         scores = await method.scores(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
         valid = env.knows(parse_action(action))
-        after, reward, done = state.act(env, action)  # line 9
+        after, reward, done = step(env, state, action)  # line 9
         answer = after.observation
         steps.append(Step(state, samples, candidates, scores, action, answer, reward, valid))
         state = after  # line 10
@@ -263,12 +263,12 @@ def evaluate(
     shared = {"env": env.name, "split": config.split, "label": config.label or ""}
 
     async def line_of(method: Any, task_id: str) -> list[dict]:
-        start, fork = time.time(), env.fork()
+        began, fork = time.time(), env.fork()
         outcome = await method.play(fork, task_id, chat)
         fork.close()
         line = {"task_id": task_id, "type": env.task_type(task_id), "block": env.block(task_id)}
         line |= shared | method.settings() | {"seed": config.seed} | outcome
-        return [line | {"seconds": round(time.time() - start, 3)}]
+        return [line | {"seconds": round(time.time() - began, 3)}]
 
     planned: list[tuple] = []
     for method in plan:

@@ -67,7 +67,7 @@ def refuse_controls(expert: list[Demonstration], chat: Chat) -> None:
     """UserError for an answer in which a chat template was written before: the agent would learn
     its control tokens as letters."""
     for number, tau in enumerate(expert, 1):
-        for text in tau.texts("assistant"):
+        for _, text in tau.state.messages[1::2]:
             if control := chat.controls.search(text):
                 raise UserError(f"demonstration {number}: remove {control[0]} from its answers")
 
@@ -107,8 +107,8 @@ def examples_of(chat: Chat, expert: list[Demonstration], limit: int) -> Iterator
     """One example per trajectory; in a Markov environment, one per action."""
     for demonstration in expert:
         state = demonstration.state
-        for n in chat.aids.example_ends(state.messages):
-            example = example_of(chat, State(state.messages[:n], state.task), limit)
+        for n in chat.aids.example_ends(state):
+            example = example_of(chat, state.prefix(n), limit)
             if example.targets:
                 yield example
 
@@ -216,9 +216,10 @@ def load(
     chat.rendering.candidates = config.candidates
     # Prompts at inference begin as these demonstrations do. Without an agreement the instruction is
     # not told from the first observation: then the environment's own stands.
-    instruction, agreement = expert[0].texts("user")[0], expert[0].texts("assistant")[0]
-    chat.rendering.agreement = agreement if expert[0].agreed else ""
-    chat.rendering.instruction = instruction if config.expert and expert[0].agreed else None
+    (_, instruction), (_, agreement), *_ = expert[0].state.messages
+    agreed = expert[0].state.opening
+    chat.rendering.agreement = agreement if agreed else ""
+    chat.rendering.instruction = instruction if config.expert and agreed else None
     return model, chat
 
 

@@ -10,15 +10,14 @@ from envs import TextEnv
 from q_search import Method, distinct_actions
 from qlass.batching import ask
 from qlass.chat import Chat
-from qlass.messages import State, parse_action
+from qlass.messages import parse_action, start, step
 from qlass.results import Episode, Step, costs_of, describe
 from qlass.settings import read_settings, run_stage
 
 
 class Vote(Method):
     async def play(self, env: TextEnv, task_id: str, chat: Chat) -> dict:
-        observation, info = env.reset(options={"task_id": task_id})
-        state = State.first(env, observation, info)
+        state = start(env, task_id)
         steps: Episode = []
         done = False
         while not done:
@@ -31,7 +30,7 @@ class Vote(Method):
             scores = [votes[env.canonical(parse_action(text))] for text in candidates]
             action = candidates[scores.index(max(scores))]
             known = env.knows(parse_action(action))
-            after, reward, done = state.act(env, action)
+            after, reward, done = step(env, state, action)
             steps.append(Step(state, drawn, candidates, scores, action, after.observation, reward, known))
             state = after
         episodes = [steps]  # all that were played: each costs tokens and steps, also one that is thrown away

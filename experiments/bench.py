@@ -41,7 +41,7 @@ from qlass.batching import Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import demonstrate
 from qlass.fast.decode import FastPolicy
-from qlass.messages import State, react
+from qlass.messages import react, start, step
 from qlass.pairs import Pairs, pairs_of
 from qlass.policy import Policy
 from qlass.settings import Sampling, parse, run_stage
@@ -123,11 +123,11 @@ def rounds_of(env: envs.TextEnv, chat: Chat, episodes: int, skip: int, steps: in
     rng = random.Random(0)
     rounds: list[list[Sample]] = [[] for _ in range(skip + steps)]
     for task in env.task_ids("train")[:episodes]:
-        state = State.first(env, *env.reset(options={"task_id": task}))
-        for step, requests in enumerate(rounds):
-            requests.append(ask(env, state, N, (task, step), chat.rendering, 1.0))
+        state = start(env, task)
+        for number, requests in enumerate(rounds):
+            requests.append(ask(env, state, N, (task, number), chat.rendering, 1.0))
             action = rng.choice([a for a in env.valid_actions() if "Buy" not in a])
-            state, _, done = state.act(env, react("", action))
+            state, _, done = step(env, state, react("", action))
             if done:
                 break
     return rounds[skip:]

@@ -8,7 +8,8 @@ import numpy as np
 
 from qlass import UserError
 from qlass.batching import Candidate, Sample
-from qlass.messages import State, uniforms
+from qlass.messages import State
+from qlass.noise import uniforms
 from qlass.served import Server
 
 

@@ -67,12 +67,11 @@ def example_of(chat: Chat, state: State, limit: int, answer: list[int], weight: 
 def examples_of(chat: Chat, expert: list[Demonstration], limit: int, weight: float) -> Iterator[Example]:
     """One example per trajectory; in a Markov environment, one per action. weight: of the answers."""
     for state in (demonstration.state for demonstration in expert):
-        for n in chat.aids.example_ends(state.messages):
+        for n in chat.aids.example_ends(state):
             answer = []
             if weight and n < len(state.messages):
-                answered = State(state.messages[: n + 1], state.task)
-                answer = chat.message_tokens(answered)[-1]
-            example = example_of(chat, State(state.messages[:n], state.task), limit, answer, weight)
+                answer = chat.message_tokens(state.prefix(n + 1))[-1]
+            example = example_of(chat, state.prefix(n), limit, answer, weight)
             if example.predictions:
                 yield example
 

@@ -27,7 +27,7 @@ from q_search import Method, methods_of
 from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering
-from qlass.messages import State, parse_action, react
+from qlass.messages import State, parse_action, react, start, step
 from qlass.results import Episode, Step, describe
 from qlass.settings import read_settings, run_stage, runtime
 
@@ -109,7 +109,7 @@ def ahead(env: envs.TextEnv, state: State, action: str, otherwise: float | None 
     if otherwise is None and hasattr(env, "q_star_of"):  # its steps may slip: no single next state decides
         return env.q_star_of(parse_action(action), *gamma)
     here = env.snapshot()
-    _, reward, done = state.act(env, action)
+    _, reward, done = step(env, state, action)
     if not done:
         reward = env.optimal_value(*gamma) if otherwise is None else otherwise
     env.restore(here)
@@ -121,10 +121,9 @@ class Untried(Variant):
 
     async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
         scores = await super().scores(state, actions, key)
-        pages = [content for role, content in state.messages if role == "user"]
-        turns = [content for role, content in state.messages if role == "assistant"]  # the first is "OK"
+        pages = state.observations
         newest = max(i for i, page in enumerate(pages) if page not in pages[:i])
-        vain = set(map(parse_action, turns[newest:]))
+        vain = set(map(parse_action, state.actions[newest:]))
         first = [parse_action(action) not in vain for action in actions]
         if not any(first):
             return scores
@@ -139,12 +138,12 @@ class Player(Variant):
         return describe(steps, [steps], {"tokens": {"prompt": 0, "generated": 0, "scored": 0}})
 
     def episode(self, env: envs.TextEnv, task_id: str) -> Episode:
-        state = State.first(env, *env.reset(options={"task_id": task_id}))
+        state = start(env, task_id)
         steps: Episode = []
         moves = env.rules()[self.player]() if self.player else getattr(env, self.name)(task_id)
         for thought, move in moves:
             action = react(thought, move)
-            after, reward, done = state.act(env, action)
+            after, reward, done = step(env, state, action)
             steps.append(Step(state, [], [], [], action, after.observation, reward))
             state = after
             if done:

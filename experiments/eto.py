@@ -89,8 +89,8 @@ def failures(
     """Trajectories of one task whose rewards differ: of the expert and of the agent, the better one first."""
     for line in played:
         task_id = line["task_id"]
-        own = Demonstration(task_id, State.load(line["messages"]))
         shown = expert[task_id]
+        own = Demonstration(task_id, State.load(line["messages"], opening=shown.state.opening))
         gain = line["reward"] - shown.reward
         if abs(gain) > 1e-6:  # a published file may hold rounded ones
             pair = (own, shown) if gain > 0 else (shown, own)
@@ -103,7 +103,7 @@ def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Itera
         best = max(family, key=lambda pair: pair.q)
         worse = [pair.action for pair in family if best.q - pair.q > GAP]
         if worse:
-            shown = Demonstration(tree[0]["task_id"], best.state.then(best.action, ""))
+            shown = Demonstration(tree[0]["task_id"], best.state.extended(best.action, ""))
             win = decisions(env, rendering, shown.task_id, shown.actions)[-1]
             for action in worse:
                 valid = win.valid and (*win.valid, action)
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
         played = learner.episodes(env, tasks, Method("sample"), seed)
         rewards = [line["reward"] for line in played]
         tokens = sum(sum(line["tokens"].values()) for line in played)
-        env_steps = sum(len(line["messages"]) // 2 - 1 for line in played)  # after the "OK"
+        env_steps = sum(len(line["messages"]) - expert[line["task_id"]].state.opening for line in played) // 2
         figures = {"reward": round(float(np.mean(rewards)), 6), "played": last.get("played", 0) + tokens}
         figures["env_steps"] = last["env_steps"] + env_steps
         return list(failures(env, rendering, played, expert)), figures

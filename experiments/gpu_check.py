@@ -23,7 +23,7 @@ from qlass.agent import load_policy
 from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
 from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.messages import State
+from qlass.messages import start
 from qlass.pairs import pairs_of
 from qlass.records import Label
 from qlass.settings import Sampling, parse, run_stage
@@ -75,7 +75,7 @@ def decoding(run: Path) -> Iterator[str]:
     rate = bandwidth(8 if GPU else 0.1)
     yield f"| memory bandwidth of a copy | {rate / 1e9:,.0f} GB/s | | |"
     env = envs.make("webshop")
-    state = State.first(env, *env.reset(options={"task_id": env.task_ids("train")[0]}))
+    state = start(env, env.task_ids("train")[0])
     config = policy.model.config
     weights = sum(p.nbytes for p in policy.model.parameters())
     a_token = 2 * config.num_hidden_layers * config.hidden_size * policy.model.dtype.itemsize  # keys and values

@@ -26,7 +26,7 @@ from qlass.batching import Sample
 from qlass.chat import Chat
 from qlass.fast.decode import FastPolicy
 from qlass.files import Inputs, atomic, lock, meta_of, meta_path, write_json, write_jsonl
-from qlass.messages import uniforms
+from qlass.noise import uniforms
 from qlass.policy import QUESTION, Policy
 from qlass.settings import Number, Prompt, runtime
 

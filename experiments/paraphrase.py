@@ -15,7 +15,6 @@ from q_search import Method
 from qlass import UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
-from qlass.demonstrations import Demonstration
 from qlass.messages import State
 from qlass.results import Episode, environment_tokens
 from qlass.tiny import sentence
@@ -34,10 +33,9 @@ def reword(state: State, wording: str) -> State:
     UserError if the first of them do not say the task."""
     if wording == state.task:
         return state
-    users = [text for role, text in state.messages if role == "user"]
-    begin = users[: Demonstration(None, state).agreed + 1]  # the instruction and the first observation
     pattern = sentence(state.task)
-    if not any(map(pattern.search, begin)):
+    begin = state.messages[: state.opening + 1]  # the instruction and the first observation
+    if not any(pattern.search(text) for role, text in begin if role == "user"):
         problem = "does not stand in the first messages, as a sentence of its own: leave --paraphrase-server out"
         raise UserError(f"the task {state.task!r:.60} {problem}")
     messages = []
@@ -45,7 +43,7 @@ def reword(state: State, wording: str) -> State:
         if role == "user":
             text = pattern.sub(lambda _: wording, text)
         messages.append((role, text))
-    return State(tuple(messages), wording)
+    return State(tuple(messages), wording, state.opening)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Retry(Variant):
             if value >= self.stop:
                 break
             if self.reflect and number + 1 < self.N:
-                questions.append(end.state.then(end.action, end.observation + ASK))
+                questions.append(end.state.extended(end.action, end.observation + ASK))
                 plans.append(await Reflect(questions[-1]))
                 env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
         outcome = self.outcome(chat, trials[values.index(max(values))], trials)

@@ -33,7 +33,8 @@ from experiments.learning import Learner, batch_of, learn, load
 from qlass import UserError
 from qlass.batching import ask
 from qlass.chat import Rendering
-from qlass.messages import State, uniforms
+from qlass.messages import State, start, step
+from qlass.noise import uniforms
 from qlass.outputs import find_or_make
 from qlass.presets import PRESETS
 from qlass.settings import Number, read_settings, run_stage
@@ -90,7 +91,7 @@ Group = Sequence[Trajectory]  # of one task, tree by tree
 
 async def forest(env: envs.TextEnv, task_id: str, M: int, N: int, L: int, rendering: Rendering, key: tuple) -> Group:
     """M chains, then L rounds in which each tree grows N more: M (N L + 1) leaves. `key` names the noise."""
-    root = State.first(env, *env.reset(options={"task_id": task_id})), env.snapshot(), ()
+    root = start(env, task_id), env.snapshot(), ()
     nodes = [[root] for _ in range(M)]  # of each tree the root and what is no leaf: state, snapshot, decisions
     leaves: list[Trajectory] = []
 
@@ -105,7 +106,7 @@ async def forest(env: envs.TextEnv, task_id: str, M: int, N: int, L: int, render
             request = ask(env, state, 1, (*name, len(decisions)), rendering, TEMPERATURE)
             (candidate,) = await request
             decisions = (*decisions, Decision(state, candidate.text, request.valid, candidate.ids))
-            state, reward, done = state.act(env, candidate.text)
+            state, reward, done = step(env, state, candidate.text)
             if not done:
                 nodes[tree].append((state, env.snapshot(), decisions))
         leaves.append(Trajectory(decisions, reward, tree))

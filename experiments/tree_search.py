@@ -32,7 +32,8 @@ from q_search import Method, distinct_actions
 from qlass import UserError, files
 from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
-from qlass.messages import State, parse_action, uniforms
+from qlass.messages import State, parse_action, start, step
+from qlass.noise import uniforms
 from qlass.results import Step, costs_of, describe
 from qlass.settings import Number, read_settings, run_stage, runtime
 
@@ -88,8 +89,7 @@ class Search:
         self.method, self.rendering = method, rendering
         self.expanded: list[Step] = []
         self.env_steps = self.restores = self.replayed = 0
-        observation, info = env.reset(options={"task_id": task_id})
-        self.root = self.arrive(Node(state=State.first(env, observation, info)))
+        self.root = self.arrive(Node(state=start(env, task_id)))
 
     def arrive(self, node: Node, trial: int = 0) -> Node:
         """The environment is in this node. Its draws are those of a trajectory of q_search.py that comes by."""
@@ -120,12 +120,12 @@ class Search:
 
     def step(self, node: Node, child: Node) -> Node:
         """Step a child of the node that the environment is in. Returns it, arrived."""
-        child.state, reward, child.done = node.state.act(self.env, child.action)
+        child.state, reward, child.done = step(self.env, node.state, child.action)
         self.env_steps += 1
         candidates = [other.action for other in node.children]
         values = [other.value for other in node.children]
-        step = Step(node.state, node.drawn, candidates, values, child.action, child.state.observation, reward)
-        child.path = *node.path, step
+        made = Step(node.state, node.drawn, candidates, values, child.action, child.state.observation, reward)
+        child.path = *node.path, made
         return self.arrive(child, node.request.key[1])
 
     def come_to(self, node: Node, copy: bool = True) -> None:

@@ -40,12 +40,12 @@ from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Rendering, any_of
 from qlass.demonstrations import demonstrate
 from qlass.files import Inputs, warn
-from qlass.messages import State, uniforms, without_thinking
+from qlass.messages import State, without_thinking
+from qlass.noise import uniforms
 from qlass.results import Episode, costs_of, describe
 from qlass.settings import Sampling, read_settings, run_stage, runtime
 
 OPENAI = "https://api.openai.com/v1"
-OPENING = 2  # messages before the first observation: the instruction, and the agent's "OK"
 EPISODES = 8  # side by side; a run that is stopped asks again for those that had not ended
 Name = Literal["greedy", "sample", "best_of_n", "random", "qlass"]
 
@@ -101,7 +101,7 @@ class ChatModel:
     def answer(self, request: Sample, shown: list[tuple[str, str]], k: int) -> Answer:
         """Answer k, with a seed of its own, which many servers ignore."""
         messages = list(request.state.messages)
-        messages[OPENING:OPENING] = shown
+        messages[request.state.opening : request.state.opening] = shown
         (noise,) = uniforms(1, self.config.seed, *request.key, k)
         options = {
             "temperature": request.temperature,
@@ -129,7 +129,8 @@ class ChatModel:
             raise UserError(f"--examples {most}: {len(alike)} can stand in front of task {task_id}")
         turns = []
         for task in alike[:most]:
-            turns += State.load(demonstrate(self.env, task)["messages"][OPENING:]).messages
+            example = State.load(demonstrate(self.env, task)["messages"])
+            turns += example.messages[example.opening :]
         return turns
 
     def warn(self) -> None:

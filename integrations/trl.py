@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import envs
-from qlass.messages import State, parse_action, react
+from qlass.messages import State, first_state, parse_action, react
 
 HINT = "\n\nTake an action by calling the function act with it, one at a time.\n\n"
 
@@ -28,7 +28,7 @@ class TextGame:
         """The first observation of a row's task, which TRL adds to the prompt. None: of any task."""
         options = None if task_id is None else {"task_id": task_id}
         observation, self.info = self.env.reset(seed=seed, options=options)
-        self.state = State.first(self.env, observation, self.info)
+        self.state = first_state(self.env, observation, self.info)
         self.over = False
         self.reward = 0.0
         return observation
@@ -47,7 +47,7 @@ class TextGame:
             raise ValueError("the episode is over" if self.info else "no episode has begun: reset comes first")
         action = parse_action(action)
         observation, reward, terminated, truncated, self.info = self.env.step(action)
-        self.state = self.state.then(react("", action), self.env.message(observation))
+        self.state = self.state.extended(react("", action), self.env.message(observation))
         self.over = terminated or truncated
         self.reward = float(reward)
         return observation

@@ -22,11 +22,9 @@ def turn_values(qnet: Any, messages: list, task: str = "") -> tuple[list[float],
     chat = qnet.chat
     if (chat.rendering.mark_matches or chat.rendering.compact) and not task:
         raise UserError("this QNet reads a page beside the task's sentence, so give it: turn_values(..., task=)")
-    start = chat.aids.opening(turns)  # of the first observation
-    if not start:
+    if turns[1:2] != (("assistant", chat.rendering.agreement or "OK"),):
         raise UserError("messages begin with an instruction and the agent's OK, as QNet learned them")
-    places = range(start + 1, len(turns), 2)
-    requests = [Score(State(turns[:n], task), (turns[n][1],)) for n in places]
+    requests = [Score(state.prefix(n), (turns[n][1],)) for n in range(3, len(turns), 2)]
     q = [value for [value] in qnet.score(requests)]
     gains = [after - before for before, after in pairwise([0.0, *q])]
     return q, gains

@@ -153,7 +153,7 @@ class Chat:
         past, before = "", template.begin
         messages = [(role, content.strip()) for role, content in state.messages]
         lists = []
-        for role, content in self.aids.show(messages, state.task):
+        for role, content in self.aids.show(messages, state):
             if role == "assistant":
                 lists.append(self.encode(template.ask, template.lead, content, template.stop))
                 past, before = template.stop, template.turn
@@ -205,7 +205,7 @@ class Chat:
 
     def stays(self, state: State) -> int:
         """How many lists at the front of a prompt are never cut: instruction, agreement, task."""
-        return 1 + self.aids.opening(state.messages) * self.aids.keep_instruction
+        return 1 + state.opening * self.aids.keep_instruction
 
     def is_cut(self, state: State) -> bool:
         """Does its prompt lack old turns?"""

@@ -29,25 +29,22 @@ class Demonstration:
     reward: float | None = None
     source: str = "expert"  # "policy": self-training has added a trajectory of the agent's
 
-    def texts(self, speaker: str) -> list[str]:
-        return [text for role, text in self.state.messages if role == speaker]
-
     @property
-    def agreed(self) -> int:
-        """1 if the agent's first words, such as "OK", are no action yet; else 0."""
-        answers = self.texts("assistant")
-        acts = ["Action:" in text for text in answers]
-        return int(answers[:1] == ["OK"] or (any(acts) and not acts[0]))
-
-    @property
-    def actions(self) -> list[str]:
-        """What the agent wrote after it agreed."""
-        return self.texts("assistant")[self.agreed :]
+    def actions(self) -> tuple[str, ...]:
+        return self.state.actions
 
     @property
     def observation(self) -> str:
         """The first one."""
-        return self.texts("user")[self.agreed].strip()
+        return self.state.observations[0].strip()
+
+
+def opening_of(messages: list[dict]) -> int:
+    """`State.opening` of a demonstration: 2 if the agent's first words, such as "OK", are no action
+    yet, else 0."""
+    answers = [turn["content"] for turn in messages[1::2]]
+    acts = ["Action:" in text for text in answers]
+    return 2 * (answers[:1] == ["OK"] or (any(acts) and not acts[0]))
 
 
 def demonstrate(env: Any, task_id: str) -> dict:
@@ -77,7 +74,8 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     unread: set[str] = set()
     for line in lines:
         unread |= line.keys() - records.Demonstration.__annotations__
-        state = State.load(line["messages"], line.get("task", ""))
+        opening = opening_of(line["messages"])
+        state = State.load(line["messages"], line.get("task", ""), opening)
         source = line.get("source", "expert")
         expert.append(Demonstration(line.get("task_id"), state, line.get("reward"), source))
         if not expert[-1].actions:

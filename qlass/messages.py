@@ -1,14 +1,11 @@
-"""What is said: states as chat messages, actions as ReAct steps, and the noise that draws them."""
+"""States as chat messages, actions as ReAct steps, and an environment that plays them."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from qlass import UserError
 
@@ -17,46 +14,65 @@ from qlass import UserError
 class State:
     """s_t: the chat messages up to the last observation, and the task's sentence.
 
-    Messages are (role, content): "user" and "assistant" in turns.
+    Messages are (role, content): "user" and "assistant" in turns. The first two are instruction and
+    agreement, as in ETO's layout, or the first holds instruction and observation.
     """
 
     messages: tuple[tuple[str, str], ...]
     task: str = ""
+    opening: int = 2  # messages before the first observation: 2, or 0 without an agreement
 
-    def then(self, action: str, observation: str) -> State:
-        turn = ("assistant", action), ("user", observation)
-        return State(self.messages + turn, self.task)
+    @property
+    def observations(self) -> tuple[str, ...]:
+        return tuple(content for _, content in self.messages[self.opening :: 2])
 
-    def act(self, env: Any, action: str) -> tuple[State, float, bool]:
-        """The state that an action leads to, the outcome, and whether the episode is over."""
-        observation, reward, terminated, truncated, _ = env.step(parse_action(action))
-        done = bool(terminated or truncated)
-        if not 0 <= reward <= 1:
-            raise UserError(f"{env.name}: {action!r} earns {reward}, which is not from 0 to 1")
-        return self.then(action, env.message(observation)), float(reward), done
+    @property
+    def actions(self) -> tuple[str, ...]:
+        return tuple(content for _, content in self.messages[self.opening + 1 :: 2])
 
     @property
     def observation(self) -> str:
+        """The last one."""
         return self.messages[-1][1]
 
-    @staticmethod
-    def first(env: Any, observation: str, info: dict) -> State:
-        """ETO's layout: instruction, "OK", and the first observation without its prefix.
+    def extended(self, action: str, observation: str) -> State:
+        """s_{t+1}."""
+        turn = ("assistant", action), ("user", observation)
+        return dataclasses.replace(self, messages=self.messages + turn)
 
-        An environment without an agreement says instruction and observation in one message.
-        """
-        if not env.agreement:
-            return State((("user", env.instruction + observation),), info["task"])
-        agreed = ("user", env.instruction), ("assistant", env.agreement)
-        return State((*agreed, ("user", observation)), info["task"])
+    def prefix(self, n: int) -> State:
+        """The first n messages."""
+        return dataclasses.replace(self, messages=self.messages[:n])
 
     @staticmethod
-    def load(messages: list[dict], task: str = "") -> State:
-        """Of a record."""
-        return State(tuple((turn["role"], turn["content"]) for turn in messages), task)
+    def load(messages: list[dict], task: str = "", opening: int = 2) -> State:
+        """The state in a record."""
+        return State(tuple((turn["role"], turn["content"]) for turn in messages), task, opening)
 
     def dump(self) -> list[dict]:
         return [{"role": role, "content": content} for role, content in self.messages]
+
+
+def start(env: Any, task_id: str) -> State:
+    """The state in which a task begins; `env` stands there."""
+    return first_state(env, *env.reset(options={"task_id": task_id}))
+
+
+def first_state(env: Any, observation: str, info: dict) -> State:
+    """The state of an environment that was reset, from what `reset` returned."""
+    if not env.agreement:
+        return State((("user", env.instruction + observation),), info["task"], 0)
+    agreed = ("user", env.instruction), ("assistant", env.agreement)
+    return State((*agreed, ("user", observation)), info["task"])
+
+
+def step(env: Any, state: State, action: str) -> tuple[State, float, bool]:
+    """The state that an action leads to, the outcome, and whether the episode is over."""
+    observation, reward, terminated, truncated, _ = env.step(parse_action(action))
+    done = bool(terminated or truncated)
+    if not 0 <= reward <= 1:
+        raise UserError(f"{env.name}: {action!r} earns {reward}, which is not from 0 to 1")
+    return state.extended(action, env.message(observation)), float(reward), done
 
 
 class Move(NamedTuple):
@@ -76,7 +92,7 @@ def replay(env: Any, task_id: str, recorded: Sequence[str] | None = None) -> Ite
     """
     limit = env.max_steps
     try:
-        state = State.first(env, *env.reset(options={"task_id": task_id}))
+        state = start(env, task_id)
         actions: Iterable[str] = recorded or ()
         if recorded is None:
             actions = (react(*move) for move in env.expert(task_id))
@@ -84,7 +100,7 @@ def replay(env: Any, task_id: str, recorded: Sequence[str] | None = None) -> Ite
             env.max_steps = max(env.step_limit(), len(recorded))
         yield Move("", state, 0.0, False)
         for n, action in enumerate(actions, 1):
-            state, reward, done = state.act(env, action)
+            state, reward, done = step(env, state, action)
             if done and recorded and n < len(recorded):
                 ended = f"{n} of {len(recorded)} recorded actions end the episode"
                 raise UserError(f"{env.name}: task {task_id}: {ended}")
@@ -114,11 +130,3 @@ def parse_action(text: str) -> str:
     """
     *others, last = re.split(r"(?m)^\s*Action:", without_thinking(text))
     return (last if others else last.rpartition("Action:")[2]).strip()
-
-
-def uniforms(n: int, *key: Hashable) -> np.ndarray:
-    """n numbers in [0, 1) that depend on nothing but the key, of seed, task, branch, step and
-    candidate."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    philox = np.random.Philox(key=int.from_bytes(digest, "little"))
-    return np.random.Generator(philox).random(n)

@@ -40,10 +40,11 @@ class Part:
 def states_of(tree: list[dict]) -> dict[int, State]:
     """The state of each node by node_id: the root's messages, then actions and their answers."""
     root = tree[0]
-    states = {root["node_id"]: State.load(root["messages"], root.get("task", ""))}
+    opening = len(root["messages"]) - 1
+    states = {root["node_id"]: State.load(root["messages"], root.get("task", ""), opening)}
     for node in tree[1:]:
         parent = states[node["parent_id"]]
-        states[node["node_id"]] = parent.then(node["action"], node["observation"])
+        states[node["node_id"]] = parent.extended(node["action"], node["observation"])
     return states
 
 

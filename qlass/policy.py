@@ -18,7 +18,8 @@ from torch import Tensor
 from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat
-from qlass.messages import State, react, uniforms
+from qlass.messages import State, react
+from qlass.noise import uniforms
 
 # One question for every checkpoint, which tells whether a server has its weights.
 TASK = "put a clean cup into the drawer 4."

@@ -19,8 +19,9 @@ import numpy as np
 from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample, Score
 from qlass.files import meta_of, warn
-from qlass.messages import State, uniforms
+from qlass.messages import State
 from qlass.models import load_chat
+from qlass.noise import uniforms
 from qlass.policy import QUESTION
 from qlass.records import as_user_error
 from qlass.settings import Sampling

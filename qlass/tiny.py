@@ -2,8 +2,10 @@
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
+
+from qlass.messages import State
 
 Message = tuple[str, str]  # role and content
 MARK = "✓"
@@ -60,25 +62,17 @@ class Aids:
         self.rendering = rendering
         self.keep_instruction = not (rendering.compact or rendering.markov)
 
-    def opening(self, messages: Sequence[Message]) -> int:
-        """How many messages stand before the task's: instruction and agreement, or none."""
-        if len(messages) < 2:
-            return 0
-        role, text = messages[1]
-        agreement = self.rendering.agreement or "OK"
-        return 2 if role == "assistant" and text.strip() == agreement.strip() else 0
-
     def mark(self, text: str, task: str) -> str:
         return mark(text, task) if self.rendering.mark_matches else text
 
     def unmark(self, text: str) -> str:
         return text.replace(MARK, "") if self.rendering.mark_matches else text
 
-    def show(self, messages: list[Message], task: str) -> list[Message]:
-        """The messages as the model reads them."""
-        compact = self.rendering.compact
+    def show(self, messages: list[Message], state: State) -> list[Message]:
+        """The messages of a state as the model reads them."""
+        task, compact = state.task, self.rendering.compact
         if compact:
-            messages = messages[self.opening(messages) :]
+            messages = messages[state.opening :]
         if self.rendering.markov:
             role, _ = messages[-1]
             messages = messages[-2:] if role == "assistant" else messages[-1:]
@@ -96,12 +90,11 @@ class Aids:
             shown.append((role, text))
         return shown
 
-    def example_ends(self, messages: Sequence[Message]) -> list[int]:
-        """How long the examples are that a trajectory gives: the whole; Markov: up to each action
+    def example_ends(self, state: State) -> list[int]:
+        """The lengths of the examples that a trajectory gives: the whole; Markov: up to each action
         after the agreement."""
-        if not self.rendering.markov:
-            return [len(messages)]
-        return list(range(self.opening(messages) + 2, len(messages) + 1, 2))
+        length = len(state.messages)
+        return list(range(state.opening + 2, length + 1, 2)) if self.rendering.markov else [length]
 
 
 # What its checkpoint's Rendering says.

@@ -23,7 +23,7 @@ import envs
 from qlass import UserError, demonstrations
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration
-from qlass.messages import State, parse_action, replay
+from qlass.messages import parse_action, replay, start
 from qlass.models import load_chat
 from qlass.settings import Run, read_settings, run_stage, runtime
 from qlass.tiny import AIDS, sentence, tiny_model
@@ -65,8 +65,7 @@ def task_of(demonstration: Demonstration, env: envs.TextEnv) -> str | None:
     if demonstration.task_id in tasks:
         return demonstration.task_id
     for task in tasks:
-        start = State.first(env, *env.reset(options={"task_id": task}))
-        if start.observation.strip() == demonstration.observation:
+        if start(env, task).observation.strip() == demonstration.observation:
             return task
     return None
 
@@ -74,9 +73,9 @@ def task_of(demonstration: Demonstration, env: envs.TextEnv) -> str | None:
 def replayed(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iterator[str]:
     """Each action, whether the environment knew it, and its answer, then the reward."""
     moves = replay(env, task, demonstration.actions)
-    reward, done, differ, start = 0.0, False, 0, next(moves).state
-    again = sentence(start.task)
-    recorded = demonstration.texts("user")[demonstration.agreed + 1 :]
+    reward, done, differ = 0.0, False, 0
+    again = sentence(next(moves).state.task)
+    recorded = demonstration.state.observations[1:]
     for number, text in enumerate(demonstration.actions):
         action = parse_action(text)
         marks = {'no "Action:", so all of the text is the action': "Action:" not in text}

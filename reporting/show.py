@@ -21,7 +21,7 @@ from q_search import Method, methods_of
 from qlass import UserError
 from qlass.batching import Models, drive
 from qlass.chat import Chat
-from qlass.messages import State, parse_action
+from qlass.messages import parse_action, start
 from qlass.settings import read_settings, run_stage
 from qlass.tiny import sentence
 
@@ -117,7 +117,7 @@ def search_for(tried: Sequence[dict], best: dict, split: str) -> str:
 
 def rows_of(env: Any, line: dict) -> Iterator[str]:
     """The task, and of each step what the agent read, its candidates with their scores, the one taken."""
-    page = State.first(env, *env.reset(options={"task_id": line["task_id"]})).observation
+    page = start(env, line["task_id"]).observation
     again = sentence(line["task"])
     yield paint(line["task"] or "a new episode", "1;36")
     for number, step in enumerate(line["steps"], 1):

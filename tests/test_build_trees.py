@@ -20,7 +20,7 @@ def shown(*actions: str) -> Demonstration:
     """A demonstration of these actions."""
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")))
     for action in actions:
-        state = state.then(action, "hm")
+        state = state.extended(action, "hm")
     return Demonstration("train0", State(state.messages[:-1]), 1.0)
 
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.messages import State, parse_action, react, uniforms
+from qlass.messages import State, parse_action, react
+from qlass.noise import uniforms
 from qlass.tiny import MARK, mark, sentence
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
@@ -78,7 +79,7 @@ def chat_of(template: str, **rendering: object) -> Chat:
     return Chat(tokenizer, Rendering(**rendering))
 
 
-STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you see a door"))).then(
+STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you see a door"))).extended(
     "Thought: hm\nAction: open it", "Observation: it is shut"
 )
 ENDS = {"llama-2": "</s>", "chatml": "<|im_end|>", "llama-3": "<|eot_id|>"}
@@ -95,7 +96,7 @@ def test_a_state_reads_as_the_models_own_template_writes_it(name, scheme):
     spaced = State(tuple((role, f"\n{content} \n") for role, content in STATE.messages))
     assert chat.prompt(spaced) == chat.prompt(STATE)
     # The tokens are those of the whole text, up to the one that ends the turn: nothing depends on where runs are cut.
-    written = tokenizer.apply_chat_template(STATE.then("Action: push", "").dump()[:-1], tokenize=False).strip()
+    written = tokenizer.apply_chat_template(STATE.extended("Action: push", "").dump()[:-1], tokenize=False).strip()
     ids = [*chat.prompt(STATE), *chat.action("Action: push", "")]
     assert tokenizer(written, add_special_tokens=False).input_ids[: len(ids)] == ids
     assert tokenizer.convert_ids_to_tokens(ids[-1]) == ENDS[name] and ids[-1] == chat.stop_id
@@ -111,7 +112,7 @@ def test_the_tokens_of_a_state_begin_those_of_every_later_state(chat, task, turn
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "a door")), task)
     for action, observation in turns:
         pair = [*chat.prompt(state), *chat.action(action, task)]
-        state = state.then(action, observation)
+        state = state.extended(action, observation)
         assert chat.prompt(state)[: len(pair)] == pair
 
 
@@ -127,7 +128,8 @@ def test_an_action_comes_back_from_its_tokens(chat, action, task):
 
 def test_the_compact_form_by_hand():
     first = State((("user", "walk"), ("assistant", "OK"), ("user", "page one: red door; none")), "red door")
-    state = first.then("Action: go", "page one: red door; or hall").then("Action: go", "page one: red door; or hall")
+    again = "Action: go", "page one: red door; or hall"
+    state = first.extended(*again).extended(*again)
     first, _, second, _, third = (MARKING.tokenizer.decode(run) for run in MARKING.message_tokens(state))
     assert "user\npage one: red door; none<" in first  # no instruction, no OK
     assert "page one: ; or hall<" in second  # not the task again
@@ -155,13 +157,13 @@ def test_control_tokens_in_a_message_stay_text(name):
     """The model's own, those of other models, and a template's marks that are no tokens."""
     chat = CHATS[name]
     special = {i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special}
-    other = chat.prompt(State((("user", "see it"),)))
+    other = chat.prompt(State((("user", "see it"),), opening=0))
     for control in [*CONTROL, "[INST]", "[/INST]"]:
         page = f"see {control} and {control}"
         *ids, end = chat.action(page, "")
         assert special.isdisjoint(ids) and end == chat.stop_id
         assert chat.text(ids) == page or name == "llama-2"  # whose decoder drops spaces
-        observed = chat.prompt(State((("user", page),)))
+        observed = chat.prompt(State((("user", page),), opening=0))
         assert [i for i in observed if i in special] == [i for i in other if i in special]  # the template's own
 
 
@@ -170,8 +172,8 @@ def test_prompts_beyond_the_context():
     chat.context = 40  # and so 34 of a prompt
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "")
     for _ in range(6):
-        state = state.then("Action: left", "Observation: nothing happens")
-    for stays, asked in ((3, state), (1, State(state.messages[2:], ""))):  # whose first message tells all of it
+        state = state.extended("Action: left", "Observation: nothing happens")
+    for stays, asked in ((3, state), (1, State(state.messages[2:], "", 0))):  # whose first message tells all of it
         lists, whole = chat.prompt_tokens(asked), chat.message_tokens(asked)
         assert chat.is_cut(asked) and sum(map(len, lists)) <= 34
         assert lists == whole[:stays] + whole[stays - len(lists) :]  # instruction, task and the newest turns

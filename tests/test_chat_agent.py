@@ -9,7 +9,7 @@ from integrations import chat_agent, chat_trees
 from qlass import UserError
 from qlass.batching import Score
 from qlass.files import meta_of, read_jsonl
-from qlass.messages import State
+from qlass.messages import State, start, step
 from train_qnet import QNet
 
 
@@ -29,10 +29,10 @@ def played(fake, run, *flags):
 def states_of(line: dict) -> list[State]:
     """Those in which a result's steps were taken."""
     env = FakeEnv()
-    state = State.first(env, *env.reset(options={"task_id": line["task_id"]}))
+    state = start(env, line["task_id"])
     states = [state]
-    for step in line["steps"][:-1]:
-        state, *_ = state.act(env, step["action"])
+    for record in line["steps"][:-1]:
+        state, *_ = step(env, state, record["action"])
         states.append(state)
     return states
 
@@ -43,12 +43,12 @@ def test_each_method_takes_the_action_that_its_scores_say(fake, tmp_path, value_
     qnet = QNet.from_pretrained(value_net)
     choices = 0
     for line in lines[-2:]:
-        for state, step in zip(states_of(line), line["steps"], strict=True):
-            actions = [candidate["action"] for candidate in step["candidates"]]
+        for state, record in zip(states_of(line), line["steps"], strict=True):
+            actions = [candidate["action"] for candidate in record["candidates"]]
             assert set(actions) <= {"Action: left", "Action: right"}  # up to the stop text, behind the thoughts
             (q,) = qnet.score([Score(state, tuple(actions))])
-            assert [candidate["q"] for candidate in step["candidates"]] == pytest.approx(q, abs=1e-4)
-            assert step["action"] == actions[q.index(max(q))]
+            assert [candidate["q"] for candidate in record["candidates"]] == pytest.approx(q, abs=1e-4)
+            assert record["action"] == actions[q.index(max(q))]
             choices += len(actions) > 1
     assert choices
     greedy = [body for body in fake.seen if body.get("temperature") == 0]

@@ -52,7 +52,7 @@ def test_untried_candidates_come_first(turns, scores):
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "start")))
     for turn in turns.split():
         action, page = turn.split(":")
-        state = state.then(f"Action: {action}", page)
+        state = state.extended(f"Action: {action}", page)
     (method,) = plan("--method", "untried_qlass", "-M", "2")
     found, _ = run(method.scores(state, ["Action: left", "Thought: hm Action: right"], ()), lambda request: [2, 1])
     assert found == scores and str(method) == "qlass:untried first M=2"

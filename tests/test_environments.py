@@ -16,7 +16,7 @@ from docs.switches import Switches
 from environments import check
 from environments.__main__ import main
 from qlass import UserError
-from qlass.messages import State
+from qlass.messages import start, step
 from qlass.settings import Sampling
 
 FLAG = "docs.switches:Switches"
@@ -159,9 +159,9 @@ def test_a_class_that_breaks_a_rule_is_refused_in_one_line(change, says):
 def test_a_reward_that_is_none_is_refused_at_its_step():
     for reward in (7.0, -0.5, math.nan):
         rich = type("Rich", (Board,), answered(lambda o, r, *rest, reward=reward: (o, reward, *rest)))()
-        state = State.first(rich, *rich.reset(options={"task_id": "red"}))
+        state = start(rich, "red")
         with pytest.raises(UserError, match=f"board: 'done' earns {reward}, which is not from 0 to 1"):
-            state.act(rich, "done")
+            step(rich, state, "done")
 
 
 def test_the_command_says_that_a_class_with_changing_parts_keeps_the_rules(capsys):

@@ -26,7 +26,7 @@ def trajectory(*actions, reward=0.0, task="train0"):
     """A walk through the fake world as a line of expert.jsonl."""
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
     for i, action in enumerate(actions[:-1]):
-        state = state.then(react("hm", action), " ".join(["Observation: you stand at start", *actions[: i + 1]]))
+        state = state.extended(react("hm", action), " ".join(["Observation: you stand at start", *actions[: i + 1]]))
     messages = [*state.dump(), {"role": "assistant", "content": react("hm", actions[-1])}]
     return {"task_id": task, "env": "fake", "task": state.task, "messages": messages, "reward": reward}
 

@@ -22,7 +22,7 @@ from integrations.values import episode_reward, turn_values
 from qlass import UserError, models
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
-from qlass.messages import State
+from qlass.messages import State, start, step
 from qlass.served import ServedQNet
 from train_qnet import QNet, scorer
 
@@ -39,10 +39,10 @@ def qnet(value_net):
 def played(qnet) -> tuple[State, list[float]]:
     """An episode, and Q of its actions as a search asks for it."""
     env, q = FakeEnv(), []
-    state = State.first(env, *env.reset(options={"task_id": "test0"}))
+    state = start(env, "test0")
     for move in MOVES:
         q += qnet.score([Score(state, (f"Action: {move}",))])[0]
-        state, *_ = state.act(env, f"Action: {move}")
+        state, *_ = step(env, state, f"Action: {move}")
     return state, pytest.approx(q)
 
 
@@ -79,7 +79,7 @@ def test_vllm_reads_a_qnets_folder_and_gives_its_values(tmp_path, monkeypatch, k
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # with "" vLLM believes in Triton
     with served(serve, tmp_path / "log", **env) as url:
         there = ServedQNet(f"{url}/v1", settings_of(q_search))
-        asked = [Score(s, ("Action: left", "Action: right")) for s in (state, state.then("Action: left", "you"))]
+        asked = [Score(s, ("Action: left", "Action: right")) for s in (state, state.extended("Action: left", "you"))]
         for mine, local in zip(there.score(asked), net.score(asked), strict=True):
             assert mine == pytest.approx(local, abs=1e-4)
 
@@ -97,7 +97,7 @@ def test_an_episode_through_the_class(monkeypatch):
     assert one.reset(task_id="train1", prompt=[]) == other.reset(task_id="train2") == "you stand at start"
     assert one.act("Thought: hm\nAction: left") == "you stand at start left" and one.get_reward() == 0
     env = FakeEnv()
-    assert one.state == State.first(env, *env.reset(options={"task_id": "train1"})).act(env, "Action: left")[0]
+    assert one.state == step(env, start(env, "train1"), "Action: left")[0]
     assert [one.act("right"), one.act("left")][-1] == "you stand at start left right left" and one.get_reward() == 0.5
     with pytest.raises(ValueError, match="the episode is over"):
         one.act("left")
@@ -267,7 +267,7 @@ def test_a_gguf_file_becomes_a_folder_that_the_stages_load(tmp_path):
     gguf.main([str(file), str(tmp_path / "model")])
     model, chat = models.load(tmp_path / "model", settings_of(q_search))
     assert model.dtype == torch.float32 and chat.template.stop.endswith("<|im_end|>")
-    prompt = chat.prompt(State((("user", "What is the capital of France?"),)))
+    prompt = chat.prompt(State((("user", "What is the capital of France?"),), opening=0))
     written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
     assert "Paris" in chat.text(written.tolist())
 

@@ -90,7 +90,7 @@ PAGES = ["Task: buy \\1. All off.", "Observation: to buy \\1. Task: buy \\1."]
     ],
 )
 def test_the_task_is_worded_anew_where_it_is_said_or_refused(messages, task, pages):
-    state = State(messages, task).then("Action: find a shoe", LATER)
+    state = State(messages, task, len(messages) - 1).extended("Action: find a shoe", LATER)
     if pages is None:
         with pytest.raises(UserError, match=f"the task '{task}' does not stand in the first messages"):
             reword(state, "buy \\1")

@@ -23,7 +23,7 @@ from qlass.batching import Candidate, LogProb, Sample, drive
 from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl, write_jsonl
-from qlass.messages import State, react
+from qlass.messages import react, start
 
 RENDERING = Rendering()
 ACTIONS = [react("hm", action) for action in ("left", "right")]
@@ -39,8 +39,7 @@ def series(values, blocks=()):
 
 
 def root(env, task="val0"):
-    observation, info = env.reset(options={"task_id": task})
-    return State.first(env, observation, info)
+    return start(env, task)
 
 
 def played(player, policy=None, agent=None):

@@ -18,7 +18,7 @@ from integrations.qlass_evaluation import ALFWorld
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.files import read_jsonl
-from qlass.messages import State
+from qlass.messages import State, start
 
 TOKENIZERS = ["llama-2 first", "llama-2 always", "llama-3"]  # SentencePiece adds a space to a text, or to each part
 EXAMPLE = [{"role": "user", "content": "A room.\n\nYour task is to: look."}, {"from": "gpt", "content": "Action: go"}]
@@ -77,7 +77,7 @@ def value(name: str, folder: Path, messages: list[dict]) -> float:
 def test_the_agent_reads_the_releases_text_and_has_its_settings(release):
     name, folder = release
     chat = Chat(hf.AutoTokenizer.from_pretrained(folder / "run" / "sft"), Rendering.load(folder / "run" / "sft"))
-    state = State((("user", "Walk."),)).then("Action: look", "Observation: a desk 1")
+    state = State((("user", "Walk."),), opening=0).extended("Action: look", "Observation: a desk 1")
     asked = written(name, state.dump()) + "<|start_header_id|>assistant<|end_header_id|>\n\n" * (name == "llama-3")
     assert chat.prompt(state) == chat_tokenizer(*name.split(), begins=True)(asked).input_ids
     assert (chat.rendering.temperature, chat.rendering.max_new_tokens) == (0.7, 512)
@@ -122,7 +122,7 @@ def test_the_first_message_holds_instruction_example_and_task(made, capsys):
     prompt_files()
     env = ALFWorld("inst.txt", "icl.json", data=made)
     assert "want the newer `move X to Y`" in capsys.readouterr().err
-    state = State.first(env, *env.reset(options={"task_id": env.task_ids("valid_seen")[0]}))
+    state = start(env, env.task_ids("valid_seen")[0])
     assert len(state.messages) == 1 and env.max_steps == 40
 
 

@@ -17,7 +17,7 @@ from qlass.agent import load_agent
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration, read
 from qlass.files import meta_of, read_jsonl
-from qlass.messages import State
+from qlass.messages import State, start
 from qlass.policy import QUESTION
 from qlass.tiny import AIDS, MARK
 from qlass.training import cosine
@@ -145,7 +145,7 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone):
     chat = clone("--model", "tiny", "--batch", "1", "--n-expert", "4")[0].chat
     assert chat.rendering == Rendering(**AIDS | {"agreement": "OK", "stop": []})
     state = State(STATE.messages[:3], "find the purse")
-    state = state.then("Thought: the purse\nAction: left", "Observation: the purse")
+    state = state.extended("Thought: the purse\nAction: left", "Observation: the purse")
     # The mark and what the byte pairs have joined; no instruction.
     text = f"<user>you stand\nThought: the{MARK} purse\nAction: left<end><user>Observation: the{MARK} purse\n"
     assert chat.tokenizer.decode(chat.prompt(state)) == text
@@ -161,7 +161,7 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(clone, tmp_p
     fingerprint = meta_of(tmp_path / "sft")["fingerprint"]
     assert fingerprint == pytest.approx(policy.likelihoods([QUESTION])[0], abs=1e-3) and len(set(fingerprint)) == 2
     cloned = read(expert, FakeEnv())[0]
-    state = State.first(env, *env.reset())
+    state = start(env, "train0")
     assert cloned.state.messages[:2] == state.messages[:2] == (("user", "You are shopping."), ("assistant", "OK"))
     _, other = clone("--expert", str(expert), play=("--env-option=instruction=FILE",))
     assert other.instruction == "walk"

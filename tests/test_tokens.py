@@ -23,7 +23,8 @@ from qlass.fast.cache import PromptCache
 from qlass.fast.decode import FastPolicy
 from qlass.fast.score import FastQNet
 from qlass.fast.token_tree import TokenTree, batches, windows_of
-from qlass.messages import State, react, uniforms
+from qlass.messages import State, react
+from qlass.noise import uniforms
 from qlass.policy import Policy
 from qlass.settings import Sampling
 from train_qnet import QNet
@@ -39,12 +40,12 @@ def plain(ids: list[int], model: Any = MODEL) -> torch.Tensor:
 
 
 def step(state: State, *path: str) -> State:
-    return state.then(react("hm", path[-1]), " ".join(("Observation: you stand at start", *path)))
+    return state.extended(react("hm", path[-1]), " ".join(("Observation: you stand at start", *path)))
 
 
 FIRST = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
 LEFT, RIGHT = step(FIRST, "left"), step(FIRST, "right")
-STATES = [FIRST, FIRST.then("Thought: find", "Observation: nothing happens"), LEFT, RIGHT,
+STATES = [FIRST, FIRST.extended("Thought: find", "Observation: nothing happens"), LEFT, RIGHT,
           step(LEFT, "left", "right"), step(RIGHT, "right", "right")]  # fmt: skip
 sizes = st.tuples(st.integers(1, 40), st.integers(0, 50))
 
@@ -225,7 +226,7 @@ def test_requests_of_one_type_are_answered_in_one_call():
 
 
 PATHS = [path for depth in (3, 0, 2, 1) for path in itertools.product(ACTIONS[:3], repeat=depth)]
-FAMILY = [functools.reduce(lambda s, a: s.then(a, "nothing happens"), path, FIRST) for path in PATHS]
+FAMILY = [functools.reduce(lambda s, a: s.extended(a, "nothing happens"), path, FIRST) for path in PATHS]
 
 
 @pytest.mark.parametrize(("room", "row"), [(1 << 30, 2048), (1 << 30, 60), (40_000, 2048), (0, 60)])
@@ -247,8 +248,8 @@ def test_values_behind_remembered_prompts_are_the_plain_ones(room, row, budget, 
 
 
 def test_a_step_costs_its_last_turn_and_the_actions():
-    second = FIRST.then("Action: left", "Observation: you stand")
-    third = second.then("Action: left", "Observation: nothing happens")
+    second = FIRST.extended("Action: left", "Observation: you stand")
+    third = second.extended("Action: left", "Observation: nothing happens")
     fast, actions, costs = FastQNet(QNet(MODEL.model, CHAT)), TokenTree(), []
     for action in ACTIONS:
         actions.add(CHAT.action(action, ""))

@@ -11,7 +11,8 @@ from experiments.retry import Reflect, Retry
 from experiments.tree_search import TreeSearch
 from q_search import Method
 from qlass.batching import Candidate, Sample, Score
-from qlass.messages import parse_action, react, uniforms
+from qlass.messages import parse_action, react
+from qlass.noise import uniforms
 from qlass.results import environment_tokens
 from reporting import results
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.qval.scorers import SCORERS, Call, Context, Decision, Entry, Scores, front
+from experiments.qval.scorers import SCORERS, Call, Context, Decision, Entry, Scores
 from qlass.batching import Sample
 from qlass.messages import State, without_thinking
 
@@ -59,7 +59,7 @@ class Judging:
     def __init__(self, context: Context, decision: Decision) -> None:
         self.context, self.decision, self.actions = context, decision, decision.candidates
         messages = decision.state.messages
-        turns = messages[-1:] if decision.env.markov else messages[front(decision.env) :]
+        turns = messages[-1:] if decision.env.markov else messages[decision.state.opening :]
         parts = [f"An agent was told:\n{decision.env.instruction}\n\nIts task: {decision.state.task}"]
         for role, text in turns:
             parts.append(f"{'It did' if role == 'assistant' else 'It saw'}: {text}")
@@ -86,7 +86,7 @@ class Judging:
 
     def request(self, talk: tuple, text: str, n: int = 1, valid: tuple[str, ...] = ()) -> Sample:
         key = (*self.decision.key, "judge", text)
-        return Sample(State((*talk, ("user", text))), n, key, 0.7 if n > 1 else 0.0, valid)
+        return Sample(State((*talk, ("user", text)), opening=0), n, key, 0.7 if n > 1 else 0.0, valid)
 
     async def replies(self, talk: tuple, texts: list[str], n: int = 1) -> list[list[str]]:
         """n replies to each text behind this conversation, without the judge's thoughts."""

@@ -26,7 +26,8 @@ from q_search import distinct_actions
 from qlass import UserError
 from qlass.batching import ask
 from qlass.chat import Rendering
-from qlass.messages import State, react, replay, uniforms
+from qlass.messages import State, react, replay, start, step
+from qlass.noise import uniforms
 
 DRAWS = 4  # of the agent in each state: what it does, and what else it might have done
 FIRST, LAST, MOST = 1, 2, 3  # turns dropped at the two ends of a trajectory, and the most that are kept of one
@@ -68,7 +69,7 @@ async def trajectory(env: envs.TextEnv, task_id: str, n: int, config: Any, rende
     The candidates of a state are the action taken, the agent's other draws, then uniform valid actions until there are
     as many as asked for.
     """
-    state, done = State.first(env, *env.reset(options={"task_id": task_id})), False
+    state, done = start(env, task_id), False
     points: list[Point] = []
     prefix: list[str] = []
     while not done:
@@ -85,7 +86,7 @@ async def trajectory(env: envs.TextEnv, task_id: str, n: int, config: Any, rende
         shuffled = [action for _, action in sorted(zip(order, candidates, strict=False))]
         seen, block = state.observation, env.block(task_id)
         points.append(Point(task_id, prefix, shuffled, shuffled.index(taken), seen, digest(seen), block))
-        state, _, done = state.act(env, taken)
+        state, _, done = step(env, state, taken)
         prefix = [*prefix, taken]
     env.close()
     inner = points[FIRST : len(points) - LAST]
@@ -125,12 +126,12 @@ async def rollout(env: envs.TextEnv, point: Point, i: int, k: int, gamma: float,
     state = point.restore(env)
     key = (point.task_id, "label", point.hash, i, k)
     env.reseed(int(uniforms(1, *key, "ice")[0] * 2**53))  # of slippery ice
-    state, reward, done = state.act(env, point.candidates[i])
+    state, reward, done = step(env, state, point.candidates[i])
     steps = 1
     while not done:
         if rendering.markov:  # the same state, whatever led there: the agent reads it once
-            state = State(state.messages[-1:], state.task)
+            state = State(state.messages[-1:], state.task, 0)
         (candidate,) = await ask(env, state, 1, (*key, steps), rendering)
-        state, reward, done = state.act(env, candidate.text)
+        state, reward, done = step(env, state, candidate.text)
         steps += 1
     return round(gamma ** (steps - 1) * reward, 6)

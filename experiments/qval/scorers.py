@@ -27,7 +27,8 @@ from qlass import UserError
 from qlass.agent import load_agent, load_policy
 from qlass.batching import LogProb, Request, Score, ask
 from qlass.chat import Rendering
-from qlass.messages import State, parse_action, react, uniforms
+from qlass.messages import State, parse_action, react, step
+from qlass.noise import uniforms
 from qlass.pairs import pairs_of
 from qlass.policy import Policy
 from qlass.settings import Sampling
@@ -79,7 +80,7 @@ class Decision:
         slip is drawn here, and is not the one to come."""
         start = self.env.snapshot()
         self.env.reseed(int(uniforms(1, *self.key, action, "after")[0] * 2**53))
-        state, _, done = self.state.act(self.env, action)
+        state, _, done = step(self.env, self.state, action)
         valid = [] if done else [react(*candidate) for candidate in self.env.candidates()]
         self.env.restore(start)
         return state, valid
@@ -162,16 +163,11 @@ def overlap(state: State, action: str) -> float:
     return len(shared) + len(shared) / (1 + len(words))
 
 
-def front(env: envs.TextEnv) -> int:
-    """How many messages stand before the first one with an observation: instruction and agreement."""
-    return 2 * bool(env.agreement)
-
-
 def untried(context: Context, decision: Decision, action: str) -> float:
     """Minus how often the action was taken already where the same was seen."""
-    *past, now = [content for _, content in decision.state.messages[front(decision.env) :]]
-    turns = zip(past[::2], past[1::2], strict=True)
-    return -float(sum(seen == now and parse_action(step) == parse_action(action) for seen, step in turns))
+    state, again = decision.state, parse_action(action)
+    turns = zip(state.observations, state.actions, strict=False)  # an observation more: the one at hand
+    return -float(sum(seen == state.observation and parse_action(done) == again for seen, done in turns))
 
 
 def place(state: State, action: str, first: int) -> tuple[str, ...]:
@@ -191,7 +187,7 @@ def labels_of(trees: Path, target: str, gamma: float, first: int) -> dict[tuple[
 
 def in_trees(context: Context, decision: Decision, action: str, target: str) -> float | None:
     """The label of this state and action in the training trees, averaged over where they occur; None: nowhere."""
-    first = -1 if decision.env.markov else front(decision.env)  # the last observation alone, or all of them
+    first = -1 if decision.env.markov else decision.state.opening  # the last observation alone, or all of them
     labels = labels_of(context.inputs["trees"], target, context.config.gamma, first)
     return labels.get(place(decision.state, action, first))
 
@@ -241,7 +237,7 @@ async def self_distillation(context: Context, decision: Decision, truth: bool = 
         if truth:
             value = exact(decision.env, decision.state, action, context.config.gamma)
             text += f"\nThe best player then gets {value:.2f}."
-        (hinted,) = await LogProb(State((*earlier, (role, text)), decision.state.task), (action,))
+        (hinted,) = await LogProb(dataclasses.replace(decision.state, messages=(*earlier, (role, text))), (action,))
         ratios.append(hinted - before)
     return per_token(context, decision, ratios)
 

@@ -16,7 +16,8 @@ from experiments.qval.judges import JUDGED
 from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, entries
 from qlass import UserError
 from qlass.batching import Sample
-from qlass.messages import State, uniforms
+from qlass.messages import State
+from qlass.noise import uniforms
 from qlass.settings import Number, read_settings, runtime
 
 

@@ -21,7 +21,8 @@ from qlass.fast import cache
 from qlass.fast.cache import Pair, Prompt, PromptCache, Question, Reading, Row, Tokens
 from qlass.fast.token_tree import additive_masks, batches, windows_of
 from qlass.fast.tries import Trie
-from qlass.messages import State, uniforms
+from qlass.messages import State
+from qlass.noise import uniforms
 from qlass.policy import Policy
 
 Choice = tuple[State, tuple[str, ...], float]  # a state, its valid actions, and a temperature
