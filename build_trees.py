@@ -83,13 +83,18 @@ class Node:
     parent: Node | None = None
     action: str | None = None
     reward: float = 0.0
-    done: bool = False
-    cut: float | None = None  # what the agent earned at its limit, where the demonstration goes on
+    done: bool = False  # the environment has ended the episode
+    reward_at_limit: float | None = None  # what the agent's own limit of steps left it with
     source: str = "root"  # who acted first: "policy" or "expert"; of the root nobody
     branch: int = 0  # number of the trajectory that created the node
-    expert: bool = False  # the demonstration passes here
+    demonstrated: bool = False  # the demonstration passes here
     rollouts: int = 0  # trajectories of the agent that started here
     children: dict[str, Node] = field(default_factory=dict)  # by Explorer.key
+
+    @property
+    def outcome(self) -> float:
+        """The reward of a trajectory that ends here."""
+        return self.reward if self.reward_at_limit is None else self.reward_at_limit
 
     def subtree(self) -> Iterator[Node]:
         """This node and all below it, parents first."""
@@ -116,6 +121,7 @@ class Explorer:
     max_steps: float = math.inf  # of the agent's trajectories; a demonstration may be longer
     prune: str = "branch"
     branches: int = 0  # trajectories so far, the demonstration included
+    rewards: list[float] = field(default_factory=list)  # of the agent's rollouts
 
     async def explore(self, demonstrations: dict[str, Demonstration] | None = None) -> Node:
         """Algorithm 2. Returns the root.
@@ -125,6 +131,9 @@ class Explorer:
         """
         state = start(self.env, self.task_id)  # line 1
         observation = state.observation.removeprefix(self.env.instruction)
+        limit = self.env.max_steps
+        self.max_steps = min(self.max_steps, self.env.step_limit() or math.inf)
+        self.env.max_steps = None  # the agent's limit is `max_steps`: `done` is the environment's
         root = Node(state, observation, self.env.snapshot())  # line 2
         queue = deque([root])  # line 3
         if demonstrations is None:
@@ -133,7 +142,9 @@ class Explorer:
             before_expert = self.max_rollouts / 2
             await self.process_queue(queue, before_expert)  # lines 4-10
             tau = demonstrations.get(self.task_id)
+            self.env.max_steps = limit  # the expert's, too
             branch = self.add_demonstration(root, tau.actions if tau else None)  # line 11
+            self.env.max_steps = None
             # In front of the queue: at its end, the bound would never let them come up.
             queue.extendleft(reversed(branch))  # line 12
             with_expert = self.max_rollouts + 1  # the demonstration is a branch, and no rollout
@@ -147,14 +158,14 @@ class Explorer:
             node = queue.popleft()  # line 5: first in, first out
             if self.may_expand(node):  # line 6
                 branch = await self.rollout(node)  # lines 7-8
-                end = branch[-1]
-                if end.reward or end.cut:  # line 9: else stop expansion
+                if branch[-1].outcome:  # line 9: else stop expansion
                     queue.extend(branch)  # line 10; branch[0] is the expanded node
                 elif self.prune == "tail":
                     queue.extend(branch[:2])
 
     def may_expand(self, node: Node) -> bool:
-        """Line 6, and whether the agent may act here and has not too often found no new child."""
+        """Line 6: may a rollout begin here? Not after the episode's end, beyond depth D, at the
+        step limit, with W children, or after W + EXTRA_ROLLOUTS rollouts."""
         if node.done or node.depth > self.max_depth or node.depth >= self.max_steps:
             return False
         return len(node.children) < self.width and node.rollouts < self.width + EXTRA_ROLLOUTS
@@ -174,36 +185,29 @@ class Explorer:
             node = self.step(node, new[0] if new else actions[0])
             branch.append(node)
             draws = 1
-        if not node.done and node.cut is None:  # its limit, where the demonstration goes on
+        if not node.done:
             self.env.restore(node.snapshot)
-            node.cut = self.env.reward_if_cut()
+            node.reward_at_limit = self.env.reward_if_cut()
+        self.rewards.append(node.outcome)
         return branch
 
     def add_demonstration(self, root: Node, actions: Sequence[str] | None) -> list[Node]:
-        """tau_0, merged into the tree at its root. None: the environment's expert plays.
+        """Merge tau_0 into the tree, from the root on. None: the environment's expert plays it.
 
-        It may be longer than the agent's episodes: an end that only their limit made is taken back.
+        It may be longer than the agent's branches, which end at the agent's limit of steps.
         """
         self.branches += 1
-        node = root
         branch = [root]
-        snapshot = root.snapshot  # of the demonstration at `node`, which no limit has ended
         moves = replay(self.env, self.task_id, actions)
         next(moves)  # the root
         for action, state, reward, done in moves:
-            if node.done:  # the agent came here too, and its limit ended the episode
-                node.cut = node.reward
-                node.reward = 0.0
-                node.done = False
-                node.snapshot = snapshot
-            snapshot = self.env.snapshot()
-            if self.key(action) not in node.children:
+            node, key = branch[-1], self.key(action)
+            if key not in node.children:
                 # In the words of the tree, where an older node may have another thought.
                 after = node.state.extended(action, state.observation)
                 self.add(node, action, after, reward, done, "expert")
-            node = node.children[self.key(action)]
-            node.expert = True
-            branch.append(node)
+            node.children[key].demonstrated = True
+            branch.append(node.children[key])
         return branch
 
     def step(self, node: Node, action: str) -> Node:
@@ -211,10 +215,7 @@ class Explorer:
         if self.key(action) in node.children:
             return node.children[self.key(action)]
         state, reward, done = step(self.env, node.state, action)
-        child = self.add(node, action, state, reward, done, "policy")
-        if child.depth == self.max_steps and not done:
-            child.reward, child.done = self.env.reward_if_cut(), True
-        return child
+        return self.add(node, action, state, reward, done, "policy")
 
     def add(
         self, node: Node, action: str, state: State, reward: float, done: bool, source: str
@@ -227,55 +228,64 @@ class Explorer:
         return child
 
     def key(self, action: str) -> str:
-        """What tells siblings apart."""
+        """Return the part of an action that distinguishes it from its siblings."""
         return self.env.canonical(parse_action(action))
 
 
 # --------------------------------------------------------------------------------------------- main
 
-FIELDS = ("depth", "action", "observation", "reward", "done", "source", "branch", "expert")
 
-
-def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
-    """A tree as lines of trees.jsonl (docs/files.md)."""
+def tree_records(
+    env: envs.TextEnv, task_id: str, root: Node, rewards: Sequence[float]
+) -> list[dict]:
+    """A tree as lines of trees.jsonl (docs/files.md). rewards: of the agent's rollouts in it."""
     nodes = list(root.subtree())
     number: dict[Node | None, int] = {node: i for i, node in enumerate(nodes)}
     records: list[dict] = []
     for i, node in enumerate(nodes):
-        record = {"task_id": task_id, "node_id": i, "parent_id": number.get(node.parent)}
-        record |= {name: getattr(node, name) for name in FIELDS}
-        if node.cut is not None:
-            record["cut"] = node.cut
+        stopped = node.reward_at_limit is not None
+        record = {
+            "task_id": task_id,
+            "node_id": i,
+            "parent_id": number.get(node.parent),
+            "depth": node.depth,
+            "action": node.action,
+            "observation": node.observation,
+            "reward": node.reward,
+            "done": node.done,
+            "source": node.source,
+            "branch": node.branch,
+            "expert": node.demonstrated,
+        }
+        if stopped and node.children:  # only the demonstration goes on
+            record["cut"] = node.reward_at_limit
+        elif stopped:
+            record |= {"reward": node.reward_at_limit, "done": True}
         records.append(record)
     records[0] |= {
         "env": env.name,
         "task": root.state.task,
         "messages": root.state.dump(),
         "nodes": len(nodes),
+        "rollouts": list(rewards),
     }
     return records
-
-
-async def grow(explorer: Explorer, demonstration_of: dict[str, Demonstration] | None) -> list[dict]:
-    """The lines of a task's tree."""
-    root = await explorer.explore(demonstration_of)
-    return tree_records(explorer.env, explorer.task_id, root)
 
 
 def build(
     config: Config,
     env: envs.TextEnv,
     load: Callable[[], Any],
-    demonstration_of: dict[str, Demonstration],
+    demonstrations: dict[str, Demonstration],
     inputs: Inputs,
 ) -> None:
     """Grow the trees of the tasks that the settings name.
 
-    load: makes the agent, once there is something to do. demonstration_of: demonstrations by task.
+    load: makes the agent, once there is something to do. demonstrations: by task.
     """
     order = env.task_ids("train")
     if config.tasks == "cloned":
-        order = [task for task in order if task in demonstration_of]
+        order = [task for task in order if task in demonstrations]
     else:
         order.reverse()
     tasks = order[: config.limit or None]
@@ -286,13 +296,22 @@ def build(
     trees = Output(path, config, config.recipe() | env.settings, inputs, itemgetter("task_id"))
     if todo := trees.todo(tasks):
         agent = load()
-        depth = env.tree_depth if config.depth is None else config.depth
-        steps = config.steps or env.tree_steps
-        limits = depth, config.width, config.rollouts or math.inf, steps, config.prune
-        rendering = agent.chat.rendering
-        tau_0 = None if config.no_expert else demonstration_of
-        explorers = (Explorer(env.fork(), task, rendering, *limits) for task in todo)
-        growing = (grow(explorer, tau_0) for explorer in explorers)
+
+        async def tree_of(task_id: str) -> list[dict]:
+            explorer = Explorer(
+                env.fork(),
+                task_id,
+                agent.chat.rendering,
+                max_depth=env.tree_depth if config.depth is None else config.depth,
+                width=config.width,
+                max_rollouts=config.rollouts or math.inf,
+                max_steps=config.steps or env.tree_steps,
+                prune=config.prune,
+            )
+            root = await explorer.explore(None if config.no_expert else demonstrations)
+            return tree_records(env, task_id, root, explorer.rewards)
+
+        growing = map(tree_of, todo)
         groups = drive(growing, {Sample: agent.sample}, config.in_flight or env.side_by_side)
         trees.write(groups, "trees", len(todo))
     counts = tree_metrics(trees.records)
@@ -306,9 +325,9 @@ def main(argv: list[str] | None = None) -> None:
 
     env = envs.from_config(config)
     sft = find_or_make(config.sft, "sft", "sft", config)
-    expert, demonstration_of = demonstrations.by_task(config.expert, sft, env)
+    expert, by_task = demonstrations.by_task(config.expert, sft, env)
     inputs: Inputs = {"sft": sft, "expert": None if config.no_expert else expert}
-    build(config, env, partial(load_agent, sft, config, env), demonstration_of, inputs)
+    build(config, env, partial(load_agent, sft, config, env), by_task, inputs)
 
 
 if __name__ == "__main__":

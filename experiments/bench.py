@@ -28,11 +28,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
-import build_trees
 import envs
 import train_qnet
 from bellman import label, q_values
-from build_trees import Explorer
+from build_trees import Explorer, tree_records
 from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
 from experiments import drive_in_order
@@ -169,10 +168,12 @@ def three_cases(path: str | None, data: str | None, repeats: int) -> Iterator[st
 
 def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -> list[list[dict]]:
     """The trees of these tasks, `width` of them side by side, as lines of trees.jsonl."""
-    rendering = policy.chat.rendering
-    explorers = (Explorer(env.fork(), task, rendering, max_depth=3, max_rollouts=6) for task in tasks)
-    growing = (build_trees.grow(explorer, {}) for explorer in explorers)
-    return list(drive_in_order(growing, {Sample: policy.sample}, width))
+
+    async def tree_of(task: str) -> list[dict]:
+        explorer = Explorer(env.fork(), task, policy.chat.rendering, max_depth=3, max_rollouts=6)
+        return tree_records(env, task, await explorer.explore({}), explorer.rewards)
+
+    return list(drive_in_order(map(tree_of, tasks), {Sample: policy.sample}, width))
 
 
 def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:

@@ -159,7 +159,8 @@ def begin(output: Path, config: Run, settings: dict[str, Any], inputs: Inputs) -
 
 def code_version() -> str:
     """The commit of this code, "-dirty" behind it if files differ; empty where git has none."""
-    git = "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"
+    words = "describe --always --dirty --abbrev=7 --exclude=*"
+    git = ["git", "-C", str(Path(__file__).parent), *words.split()]
     with contextlib.suppress(OSError):
         return subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return ""

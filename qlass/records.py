@@ -70,6 +70,7 @@ class Node(Line):
     expert: bool
     cut: NotRequired[Reward]  # what the agent earned at its limit, where the demonstration goes on
     nodes: NotRequired[int]  # of the tree
+    rollouts: NotRequired[list[Reward]]  # what each of the agent's trajectories earned
     messages: NotRequired[Messages]
     task: NotRequired[str]
     env: NotRequired[str]

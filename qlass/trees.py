@@ -43,13 +43,15 @@ def children_of(tree: list[dict]) -> list[list[int]]:
 
 
 def tree_metrics(records: list[dict]) -> dict[str, Any]:
-    """For the metadata: counts, and the mean reward of the agent's leaves."""
+    """For the metadata: how many trees and nodes, the agent's rollouts and their mean reward, and
+    how many of them ended where none had before."""
     roots = [node for node in records if node["parent_id"] is None]
+    rewards = [reward for root in roots for reward in root.get("rollouts", [])]
     own = [node for node in records if node["source"] == "policy"]
-    rewards = [node.get("cut", node["reward"]) for node in own if node["done"] or "cut" in node]
     return {
         "trees": len(roots),
         "nodes": len(records),
-        "leaves": len(rewards),
+        "rollouts": len(rewards),
         "mean_reward": sum(rewards) / max(1, len(rewards)),
+        "leaves": sum(node["done"] or "cut" in node for node in own),
     }

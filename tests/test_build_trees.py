@@ -90,7 +90,7 @@ def test_the_expert_branch_is_the_demonstration_where_there_is_one():
     mine = ["Thought: mine, not Action: right\nAction: left", "<think>Action: left</think>\nright", "Action: left"]
     expert = {"train0": shown(*mine), "other": shown("Action: right")}
     _, _, root, _ = grow({(): "right", R: "left"}, 0, 1, 0, expert=expert)
-    assert [path_of(n.state) for n in root.subtree() if n.expert] == [L, LR, (*LR, "left")]
+    assert [path_of(n.state) for n in root.subtree() if n.demonstrated] == [L, LR, (*LR, "left")]
     assert root.children["left"].action == mine[0]
 
 
@@ -99,7 +99,8 @@ def test_a_demonstration_goes_on_where_the_agent_was_cut(steps, source):
     """Both go right; the third step ends the episode, also where it is the agent's last."""
     world = {"right": {"right": {"right": 1.0}}}
     nodes, _, root, _ = grow(lambda r: say("right"), 0, 1, 1, True, world, steps=steps)
-    assert [(n.done, n.expert) for n in root.subtree()] == [(False, False), (False, True), (False, True), (True, True)]
+    ends = [(n.done, n.demonstrated) for n in root.subtree()]
+    assert ends == [(False, False), (False, True), (False, True), (True, True)]
     assert nodes[(*RR, "right")] == (1.0, source, 2 if source == "expert" else 1)
 
 
@@ -135,13 +136,14 @@ def test_behind_the_agents_limit_no_branch_begins():
 
 def test_where_the_agent_is_cut_counts_what_the_environment_pays(monkeypatch):
     monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda self: 0.25)
-    nodes, _, root, _ = grow({(): "right", R: "right"}, 0, 1, 1, steps=2)
-    assert nodes[RR] == (0.25, "policy", 1) and root.children["right"].children["right"].done
+    _, _, root, env = grow({(): "right", R: "right"}, 0, 1, 1, steps=2)
+    *_, end = tree_records(env, "train0", root, [])
+    assert (end["reward"], end["done"], end["source"]) == (0.25, True, "policy") and "cut" not in end
     # The same where the demonstration was there first; it goes on to 1.
     world = {"right": {"right": {"right": 1.0}}, "left": 0.2}
     _, _, root, _ = grow({(): "left left left right right right", R: "right"}, 0, 3, 2, True, world, steps=2)
     end = root.children["right"].children["right"]
-    assert (end.source, end.cut, end.reward, end.done) == ("expert", 0.25, 0.0, False)
+    assert (end.source, end.reward_at_limit, end.reward, end.done) == ("expert", 0.25, 0.0, False)
 
 
 def test_texts_that_the_environment_takes_for_the_same_are_one_child(monkeypatch):
@@ -153,7 +155,8 @@ def test_texts_that_the_environment_takes_for_the_same_are_one_child(monkeypatch
     _, asked, root, env = grow({(): "LEFT left right left LEFT right"}, depth=0, expert=tau)
     assert [path for path, n in asked if n == NEW] == [()] * 2
     assert [parse_action(child.action) for child in root.children.values()] == ["LEFT", "right"]
-    assert root.children["left"].expert and env.played.count(("train0", "left")) == 2  # by the agent once, and by tau_0
+    assert root.children["left"].demonstrated
+    assert env.played.count(("train0", "left")) == 2  # by the agent once, and by the demonstration
 
 
 worlds = st.recursive(
@@ -174,8 +177,8 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
     assert len({b for _, _, b in nodes.values()} - {0}) <= rollouts + with_expert
     for node in root.subtree():
         assert node.rollouts <= width + EXTRA_ROLLOUTS
-        if node.depth or node.children:
-            assert bool(node.children) != node.done  # a path ends where the episode ends
+        if node.depth or node.children:  # a path ends where the episode ends, or the agent at its limit
+            assert bool(node.children) != (node.done or node.reward_at_limit is not None)
         assert not node.reward or node.done
         # What the node says is what the world answers when its actions are played again.
         observation, _ = env.reset(options={"task_id": "train0"})
@@ -194,7 +197,7 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
 
 def test_a_tree_in_lines():
     _, _, root, env = grow(SCRIPT, with_expert=True)
-    records = tree_records(env, "train0", root)
+    records = tree_records(env, "train0", root, [0.5, 0.4])
     assert [r["node_id"] for r in records] == list(range(10)) and records[0]["nodes"] == 10
     assert [r["parent_id"] for r in records] == [None, 0, 1, 2, 1, 0, 5, 5, 7, 7]
     first = [m["content"] for m in records[0]["messages"]]

@@ -128,7 +128,7 @@ def context(tmp_path, agent):
     """The agent, and a tree of two branches: left, right, left for 0.5; right, left for 0.4."""
     policy = Script({(): "left right", ("left",): "right"})
     tree = played(explore(FakeEnv(), "train0", RENDERING, 0, 2, 2, False), policy)
-    write_jsonl(tmp_path / "trees.jsonl", tree_records(FakeEnv(), "train0", tree))
+    write_jsonl(tmp_path / "trees.jsonl", tree_records(FakeEnv(), "train0", tree, []))
     context = context_of(tmp_path, sft=agent)
     plain = SimpleNamespace(seed=0, plain=True, load_in=None, precision=None, device=None, cache_gb=None)
     context.agent = load_policy(agent, plain)

@@ -28,7 +28,7 @@ def labelled_tree(task: str = "train0", **options) -> list[dict]:
     directions = iter(["left", "right", "right", "left", "right", "left", "left", "right"] * 20)
     tree = explore(FakeEnv(), task, Rendering(), 2, 3, 20, True)
     root, _ = run(tree, lambda request: say(*(next(directions) for _ in range(request.n))))
-    nodes = tree_records(FakeEnv(), task, root)
+    nodes = tree_records(FakeEnv(), task, root, [])
     return bellman.label(nodes, bellman.q_values(nodes, 0.9))
 
 
