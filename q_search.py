@@ -13,7 +13,7 @@ of which one counts.
     sample     1   1
     best_of_n  1   N
     random     M   N   a random number
-    likeliest  M   N   the agent's own log pi(a | s), of the whole text: search without a QNet
+    likeliest  M   N   log pi(a | s) as the agent draws it: search without a QNet
     qlass      M   N   Q(s, a)
 
 -M and -N set M and N of all methods that have them.
@@ -35,7 +35,7 @@ from tyro.conf import arg
 
 import envs
 from qlass import UserError, outputs, results
-from qlass.batching import Candidate, LogProb, Models, Sample, Score, ask, drive
+from qlass.batching import Candidate, Models, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
 from qlass.files import Inputs
 from qlass.messages import State, parse_action, start, step
@@ -43,8 +43,7 @@ from qlass.noise import uniforms
 from qlass.results import Episode, Step
 from qlass.settings import Sampling, read_settings, run_stage, runtime
 
-# What scores the candidates of each method.
-METHODS = {
+METHODS = {  # what scores the candidates of each
     "greedy": None,
     "sample": None,
     "best_of_n": None,
@@ -52,7 +51,7 @@ METHODS = {
     "likeliest": "likelihood",
     "qlass": "q",
 }
-Name = Literal["greedy", "sample", "best_of_n", "random", "likeliest", "qlass"]
+Name: Any = Literal[tuple(METHODS)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,12 +111,15 @@ class Method:
         """M samples of the agent."""
         return await ask(env, state, self.M, key, rendering, self.temperature)
 
-    async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
-        """The score of each candidate of step `key` (task, episode, step); a model is asked."""
+    async def scores(
+        self, state: State, actions: list[str], samples: Sequence[Candidate], key: tuple
+    ) -> list[float]:
+        """The score of each distinct action of step `key` (task, episode, step)."""
         if self.by == "q":
             return await Score(state, tuple(actions))  # Q(s, a), by QNet
-        if self.by == "likelihood":  # of the whole text, even if only valid ones are drawn
-            return await LogProb(state, tuple(actions))  # log pi(a | s)
+        if self.by == "likelihood":  # log pi(a | s), with which the agent has drawn it
+            logprobs = {sample.text: sample.logprob for sample in samples}
+            return [logprobs[action] for action in actions]
         if self.by == "chance":
             return list(uniforms(len(actions), "random", self.seed, *key))
         return [math.nan] * len(actions)  # null in the file: the first is taken
@@ -171,7 +173,7 @@ async def episode(
         key = (task_id, trial, len(steps))  # the same for all methods: paired differences
         samples = await method.draw(env, state, key, rendering)  # lines 5-6
         candidates = distinct_actions(env, [sample.text for sample in samples])[: method.M]
-        scores = await method.scores(state, candidates, key)  # line 7: Q(s, a)
+        scores = await method.scores(state, candidates, samples, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
         valid = env.knows(parse_action(action))
         after, reward, done = step(env, state, action)  # line 9
@@ -217,9 +219,11 @@ def load(config: Config, env: envs.TextEnv, plan: Sequence[Any]) -> tuple[Chat, 
     """The agent's Chat, what answers the requests of these methods, and the checkpoints that do."""
     from qlass.agent import load_agent  # torch is loaded after the flags are read
 
+    if config.server and any(method.by == "likelihood" for method in plan):
+        raise UserError("--method likeliest: a server does not tell the pi(a | s) of its draws")
     sft = outputs.find_or_make(config.sft, "sft", "sft", config)
     agent = load_agent(sft, config, env)
-    models: Models = {Sample: agent.sample, LogProb: agent.likelihoods}
+    models: Models = {Sample: agent.sample}
     inputs: Inputs = {"sft": sft}
     if any(method.needs_q for method in plan):
         reader, inputs["qnet"] = load_scorer(config)

@@ -15,6 +15,7 @@ own wording of the task (App. A.3.2, experiments/paraphrase.py).
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import PositiveInt
@@ -97,7 +98,7 @@ def distinct(method: Method) -> Variant:
 class Oracle(Variant):
     """Steps each candidate: its true reward if that ends the episode, else Q or the best that can still be reached."""
 
-    async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
+    async def scores(self, state: State, actions: list[str], samples: Sequence[Candidate], key: tuple) -> list[float]:
         if self.by != "q":
             return [ahead(self.env, state, action) for action in actions]
         values = await Score(state, tuple(actions))
@@ -119,8 +120,8 @@ def ahead(env: envs.TextEnv, state: State, action: str, otherwise: float | None 
 class Untried(Variant):
     """A search that takes a candidate untried since the last page that was new when it came, if there is one."""
 
-    async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
-        scores = await super().scores(state, actions, key)
+    async def scores(self, state: State, actions: list[str], samples: Sequence[Candidate], key: tuple) -> list[float]:
+        scores = await super().scores(state, actions, samples, key)
         pages = state.observations
         newest = max(i for i, page in enumerate(pages) if page not in pages[:i])
         vain = set(map(parse_action, state.actions[newest:]))
@@ -193,7 +194,7 @@ def everything(env: envs.TextEnv, config: Config) -> list[Method]:
     if type(env).optimal_value is not envs.TextEnv.optimal_value:
         plan += methods_named("oracle_step", env, widest)
     plan += methods_of("qlass", once)
-    if not config.server:  # which tells no log-probability
+    if not config.server:  # which does not tell the pi(a | s) of its draws
         plan += methods_of("likeliest", once)
     return plan
 

@@ -54,7 +54,8 @@ def test_untried_candidates_come_first(turns, scores):
         action, page = turn.split(":")
         state = state.extended(f"Action: {action}", page)
     (method,) = plan("--method", "untried_qlass", "-M", "2")
-    found, _ = run(method.scores(state, ["Action: left", "Thought: hm Action: right"], ()), lambda request: [2, 1])
+    actions = ["Action: left", "Thought: hm Action: right"]
+    found, _ = run(method.scores(state, actions, [], ()), lambda request: [2, 1])
     assert found == scores and str(method) == "qlass:untried first M=2"
 
 

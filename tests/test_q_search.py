@@ -11,7 +11,7 @@ import q_search
 from experiments.compare import distinct
 from q_search import Method
 from qlass import UserError, models
-from qlass.batching import Sample, Score
+from qlass.batching import Candidate, Sample, Score
 from qlass.messages import parse_action
 from qlass.results import tell_unknown
 from reporting.show import show
@@ -67,7 +67,6 @@ def longest(request: Score) -> list[float]:
         (Method("qlass", "q", M=2, N=2, select="q"), LATE, true_q, "right right right", 1.0),
         (GREEDY, {(): "right", ("right",): "right"}, never, "right right left", 0.0),
         (Method("sample"), Script({}, "jump"), never, "jump jump jump jump jump", 0.0),  # it means nothing
-        (Method("likeliest", "likelihood", M=3), BOTH, onward(1.0), "right right right", 1.0),
         (Method("best_of_n", N=3, select="oracle"), THREE, never, "right left", 0.4),
         (Method("best_of_n", N=3, select="q"), THREE, true_q, "right left", 0.4),
         (Method("best_of_n", N=3, select="q"), THREE, longest, "right right left", 0.0),  # no reward is looked at
@@ -77,6 +76,18 @@ def test_who_goes_where(method, script, q, way, reward):
     record, path, _ = episode(method, script, q)
     assert path == tuple(way.split())
     assert (record["reward"], record["success"], record["n_steps"]) == (reward, reward == 1, len(path))
+
+
+def test_the_likeliest_is_so_by_the_probability_of_its_draw():
+    """No model is asked again: among valid actions that probability is another than the free text's."""
+    draws = [
+        Candidate("Action: left", 1, -2.0),
+        Candidate("Action: right", 1, -0.5),
+        Candidate("Action: left", 1, -2.0),
+    ]
+    record, path, _ = episode(Method("likeliest", "likelihood", M=3), lambda request: draws, never)
+    assert path == ("right", "right", "right")
+    assert [candidate["q"] for candidate in record["steps"][0]["candidates"]] == [-2.0, -0.5]
 
 
 def test_equal_draws_are_one_candidate():

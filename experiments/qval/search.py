@@ -15,7 +15,7 @@ from experiments.compare import Variant
 from experiments.qval.judges import JUDGED
 from experiments.qval.scorers import Call, Context, Decision, Entry, Judge, answer, entries
 from qlass import UserError
-from qlass.batching import Sample
+from qlass.batching import Candidate, LogProb, Sample
 from qlass.messages import State
 from qlass.noise import uniforms
 from qlass.settings import Number, read_settings, runtime
@@ -49,7 +49,7 @@ class Steered(Variant):
     entry: Entry | None = None
     context: Context | None = dataclasses.field(default=None, compare=False)
 
-    async def scores(self, state: State, actions: list[str], key: tuple) -> list[float]:
+    async def scores(self, state: State, actions: list[str], samples: Sequence[Candidate], key: tuple) -> list[float]:
         values = await self.entry.scores(self.context, Decision(self.env, state, actions, key))
         return decided(values, (self.context.config.seed, *key))
 
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
     plan = planned(config, context)
     chat, models, inputs = q_search.load(config, env, plan)
     context.agent = models[Sample].__self__  # scores ask the agent that is loaded
-    models[Call] = answer
+    models |= {Call: answer, LogProb: context.agent.likelihoods}
     needed = {name for method in plan for name in method.entry.needs}
     used = {name: path for name, path in context.inputs.items() if name in needed}
     q_search.evaluate(config, env, tasks, plan, chat, models, used | inputs)
