@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import runpy
 import sys
 import types
 
@@ -22,6 +23,7 @@ import build_trees
 import envs
 import q_search
 import sft
+import train_qnet
 from docs import build, rival
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
@@ -49,15 +51,42 @@ def test_the_pages_code_and_pictures_are_what_the_code_and_the_lines_give():
     assert len(table) == 9 and set(table) <= set(raw.items())
 
 
-def test_the_commands_of_the_page_grow_its_tree(tmp_path):
-    """A preset that changes may not change what they give."""
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory):
+    """The run of the walkthrough's commands, the plain way, with two epochs of QNet and one search."""
+    run = tmp_path_factory.mktemp("lake")
     page = text_of("docs/walkthrough.md")
-    (lake,) = re.findall(r'LAKE="(.*) --run runs/lake (.*)"', page)
-    for stage in (sft, build_trees):
-        (flags,) = re.findall(rf"python {stage.__name__}\.py \$LAKE (.*)", page)
-        stage.main([*" ".join(lake).split(), "--run", str(tmp_path), *flags.split()])
-    tree = [node for node in read_jsonl(tmp_path / "trees.jsonl") if node["task_id"] == "4x4/12"]
+    ((shared, seed),) = re.findall(r'LAKE="(.*) --run runs/lake (.*)"', page)
+    for stage in (sft, build_trees, bellman, train_qnet, q_search):
+        (flags,) = re.findall(rf"python {stage.__name__}\.py \$LAKE ?(.*)", page)
+        argv = [*shared.split(), *seed.split(), "--run", str(run), *flags.replace("--epochs 40", "--epochs 2").split()]
+        stage.main([*argv, "--plain"] if stage in (build_trees, train_qnet, q_search) else argv)
+    return run
+
+
+def test_the_commands_of_the_page_grow_its_tree(lake):
+    """A preset that changes may not change what they give."""
+    tree = [node for node in read_jsonl(lake / "trees.jsonl") if node["task_id"] == "4x4/12"]
     assert tree == build.read("lake/trees.jsonl")
+
+
+def test_the_whole_on_one_page_is_what_the_scripts_do(lake):
+    """Nodes, Q-values and rewards are equal; weights up to rounding, as the sums of a batch have another order."""
+    torch.set_num_threads(1)
+    page = runpy.run_path(str(build.ROOT / "docs/whole.py"))
+    labels = read_jsonl(lake / "q_labels.jsonl")
+    nodes = [(task, node) for task, root in page["trees"].items() for node in root.subtree()]
+    assert [(task, n.depth, n.action or None, n.reward, n.q) for task, n in nodes] == [
+        (n["task_id"], n["depth"], n["action"], n["reward"], n["q"]) for n in labels
+    ]
+    results = read_jsonl(lake / "results.jsonl")
+    assert page["rewards"] == {
+        name: [line["reward"] for line in results if line["method"] == name] for name in ("greedy", "qlass")
+    }
+    own = page["model"].state_dict() | {f"head.{k}": v for k, v in page["qnet"].head.state_dict().items()}
+    saved = load_file(lake / "sft/model.safetensors")
+    saved |= {f"head.{k}": v for k, v in load_file(lake / "qnet/head.safetensors").items()}
+    assert len(saved) > 30 and all((own[name] - weight).abs().max() < 1e-3 for name, weight in saved.items())
 
 
 def test_the_rival_of_the_page_plays_and_has_a_row(agent, fake_world, tmp_path):
