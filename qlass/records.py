@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     FiniteFloat,
     TypeAdapter,
+    ValidationError,
     with_config,
 )
 from typing_extensions import TypedDict
@@ -94,7 +95,13 @@ def as_user_error(
     try:
         yield
     except errors as error:
-        raise UserError(f"{place}: {' '.join(str(error).split())[:300]}{way_out}") from error
+        words = str(error) or repr(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        if not isinstance(error, UserError):
+            words = " ".join(words.split())[:300]
+        raise UserError(f"{place}: {words}{way_out}") from error
 
 
 def read(path: Path, kind: type[L], convert: Callable[[Any], Any] | None = None) -> Iterator[L]:

@@ -66,14 +66,14 @@ BAD = {
         (tree(ROOT, LEAF | {"node_id": 2, "parent_id": 1}, LEAF), ": task t: node 2 has no parent before it"),
         (tree(ROOT, LEAF, LEAF), ": task t: node 1 has no parent before it"),
         (dump([ROOT | {"nodes": 2}, 5]), ":2: "),
-        *((tree(ROOT, LEAF | {name: value}), f":2: 1 validation error for Node {name}") for name, value in NO_NODE),
+        *((tree(ROOT, LEAF | {name: value}), f":2: {name}: ") for name, value in NO_NODE),
     ],
     "q_labels.jsonl": [
-        (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: 1 validation error for Label q Field required"),
-        (tree(ROOT, LEAF | {"q": float("nan")}), ":2: 1 validation error for Label q"),
+        (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: q: Field required"),
+        (tree(ROOT, LEAF | {"q": float("nan")}), ":2: q: "),
     ],
     "results.jsonl": [
-        *((dump([RESULT | {name: value}]), f":1: 1 validation error for Result {name}") for name, value in NO_RESULT),
+        *((dump([RESULT | {name: value}]), f":1: {name}") for name, value in NO_RESULT),
     ],
     "ranges.csv": [("environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b", ": no table of environment")],
     "expert.jsonl": [
@@ -84,10 +84,10 @@ BAD = {
         (json.dumps([{"conversations": [{"from": "human", "value": None}]}]), ":1: "),
         (
             dump([{"messages": [turn("be brief", "system"), *CHAT]}]),
-            ":1: 1 validation error for Demonstration messages.0",
+            ":1: messages.0.role: ",
         ),
         *((dump([{"messages": messages}]), f"message {n} is out of turn") for n, messages in OUT_OF_TURN.items()),
-        (chat(LEFT, reward=25), ":1: 1 validation error for Demonstration reward"),
+        (chat(LEFT, reward=25), ":1: reward: "),
     ],
 }
 
