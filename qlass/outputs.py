@@ -33,6 +33,7 @@ from qlass import UserError
 from qlass.files import (
     LAYOUT,
     LOADED,
+    SHARDS,
     Inputs,
     dumps,
     input_of,
@@ -45,6 +46,7 @@ from qlass.files import (
     sha256,
     share,
     warn,
+    weights_of,
     write_json,
     write_jsonl,
 )
@@ -63,8 +65,12 @@ def checkpoint(name: str | Path) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    with as_user_error(f"{name}: no such folder, and not on the hub"):
-        return Path(snapshot_download(str(name), allow_patterns=list(LOADED)))
+    def download(*files: str) -> Path:
+        with as_user_error(f"{name}: no such folder, and not on the hub"):
+            names = [*LOADED, *files]
+            return Path(snapshot_download(str(name), allow_patterns=names, ignore_patterns="*/*"))
+
+    return download(*weights_of(download(SHARDS)))
 
 
 def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path:
