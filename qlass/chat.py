@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import itertools
 import json
@@ -10,24 +11,28 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter
 
 from qlass import UserError
 from qlass.files import read_json, warn
 from qlass.messages import State
+from qlass.records import as_user_error
 from qlass.settings import Run
 from qlass.tiny import Aids
 
 FLAGS = ("temperature", "max_new_tokens")  # of a stage
 CONTENT = "§Thought: a\nAction: b§"
+DAY = datetime.datetime(2024, 7, 26)  # today, to a template that asks; Llama 3's own
 
 
 @dataclasses.dataclass
 class Rendering:
     """How a checkpoint reads and writes: its `policy.json`. The defaults are the paper's."""
 
-    temperature: float = 0.7  # App. A.2
-    max_new_tokens: int = 256
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7  # App. A.2
+    max_new_tokens: PositiveInt = 256
     candidates: Literal["free", "valid"] = "free"  # valid: those that the environment offers
     mark_matches: bool = False  # this, compact and markov: `tiny.Aids`
     compact: bool = False
@@ -39,7 +44,8 @@ class Rendering:
     instruction: str | None = None
     agreement: str | None = None
 
-    FILE = "policy.json"
+    FILE: ClassVar[str] = "policy.json"
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def save(self, folder: Path) -> None:
         text = json.dumps(vars(self), indent=1) + "\n"
@@ -50,9 +56,10 @@ class Rendering:
         """A checkpoint's, but for what the flags of a stage say."""
         file = Path(folder) / cls.FILE
         fields = read_json(file) if file.exists() else {}
-        fields.pop("truncate", None)  # of older checkpoints
         flags = {name: getattr(config, name, None) for name in FLAGS}
-        return cls(**fields | {name: value for name, value in flags.items() if value is not None})
+        fields |= {name: value for name, value in flags.items() if value is not None}
+        with as_user_error(cls.FILE):
+            return TypeAdapter(cls).validate_python(fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +79,23 @@ class Template:
     stop_id: int
 
 
+def marks_of(tokenizer: Any) -> dict[str, int]:
+    """The ids of added tokens by their texts. White space is none: it controls nothing."""
+    return {text: i for text, i in tokenizer.added_tokens_encoder.items() if text.strip()}
+
+
 def read_template(tokenizer: Any) -> Template:
     """UserError for a template that does not write all turns alike."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
 
     def around(roles: list[str]) -> list[str]:
         chat = [{"role": role, "content": CONTENT} for role in roles]
-        text = tokenizer.apply_chat_template(
-            chat,
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=False,
-            date_string="26 Jul 2024",  # Llama 3's, whatever the day
-        )
+        with as_user_error("its chat template"):
+            source = tokenizer.get_chat_template()
+            _compile_jinja_template(source).environment.globals["strftime_now"] = DAY.strftime
+            text = tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
         return text.split(CONTENT)
 
     prompts = [around(["user", *["assistant", "user"] * n]) for n in range(3)]
@@ -91,14 +103,17 @@ def read_template(tokenizer: Any) -> Template:
     alike = prompts == [[begin, *[ask, after] * n, last] for n in range(3)]
     # A prompt may end before an answer's own space, or go on (<think></think>).
     alike = alike and (ask.startswith(last) or last.startswith(ask))
-    added = tokenizer.added_tokens_encoder
-    end = any_of(added).search(after)
+    marks = marks_of(tokenizer)
+    end = any_of(marks).search(after)
     if not (alike and end):
         raise UserError("its chat template does not write all turns alike, or ends none by a token")
     ask = max(ask, last, key=len)
+    if opened := re.search(r"(?is)[<\[]([\w:]*think\w*)[>\]](?!.*/\1)", ask):
+        problem = f"its prompt opens {opened[0]} and does not close it, as no earlier turn does"
+        raise UserError(f"{problem}: set another tokenizer.chat_template")
     lead = ask[len(ask.rstrip(" ")) :]  # a space before a word is a part of the word
     stop, turn = after[: end.end()], after[end.end() :]
-    return Template(begin, ask.rstrip(" "), lead, stop, turn, added[end[0]])
+    return Template(begin, ask.rstrip(" "), lead, stop, turn, marks[end[0]])
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern:
@@ -122,12 +137,11 @@ class Chat:
         self.context = context or math.inf
         self.template = template = read_template(tokenizer)
         self.stop_id = template.stop_id
-        added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
-        self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} & added.keys()
+        marks = marks_of(tokenizer)
+        self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} & {*marks.values()}
         written = template.begin + template.ask + template.stop + template.turn
-        special = [text for text in added.values() if text in written]
-        special += tokenizer.all_special_tokens + [added[i] for i in self.stop_ids]
-        self.controls = any_of(special)
+        special = [text for text, i in marks.items() if text in written or i in self.stop_ids]
+        self.controls = any_of(special + tokenizer.all_special_tokens)
         self.encode = functools.lru_cache(maxsize=100_000)(self._encode)
 
     def save(self, folder: Path) -> None:
@@ -175,6 +189,15 @@ class Chat:
         """Tokens that a model wrote -> the action, as environment and tree files hold it."""
         written = list(itertools.takewhile(lambda token: token not in self.stop_ids, ids))
         return self.action_in(self.tokenizer.decode(written, skip_special_tokens=True))
+
+    def ended(self, ids: Sequence[int]) -> bool:
+        """Whether the agent's turn ends with the last of the tokens that it wrote: by one that ends
+        a turn, or by one of the stop texts."""
+        stops = self.rendering.stop
+        if ids[-1] in self.stop_ids or not stops:
+            return ids[-1] in self.stop_ids
+        longest = max(len(stop.encode()) for stop in stops)  # a token may be a byte
+        return any_of(stops).search(self.tokenizer.decode(ids[-2 * longest :])) is not None
 
     def action_in(self, text: str) -> str:
         """What a model wrote -> the action in it, up to the first stop text."""

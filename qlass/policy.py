@@ -69,14 +69,17 @@ class Policy:
             return torch.full_like(logits, -torch.inf).index_fill(1, token, 0.0)
 
         prompt = self.chat.prompt(request.state)
+
+        def ended(read: Tensor, scores: Any) -> Tensor:
+            """Whether the turn ends, of each row of a batch of one."""
+            return torch.tensor([self.chat.ended(read[0, len(prompt) :].tolist())], device=device)
+
         (tokens,) = self.model.generate(
             torch.tensor([prompt], device=device),
             max_new_tokens=limit,
             logits_processor=[keyed],
+            stopping_criteria=[ended],
             do_sample=False,
-            eos_token_id=sorted(self.chat.stop_ids),
-            stop_strings=list(self.chat.rendering.stop) or None,
-            tokenizer=self.chat.tokenizer,
         )
         ids = tokens[len(prompt) :].tolist()
         return Candidate(self.chat.text(ids), len(ids), sum(logprobs), tuple(ids))
@@ -90,15 +93,19 @@ class Policy:
         greedy = (temperature == 0)[:, None]
         divisor = torch.where(greedy, 1.0, temperature[:, None])
         logp = (logits.float() / divisor).log_softmax(-1)
-        if not logp.isfinite().any(-1).all():
-            raise UserError(f"{self.model.name_or_path}: its log-probabilities are not finite")
         cumulative = logp.double().exp().cumsum(-1)
         u = noise[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, u, right=True)  # (B, 1)
         tokens = tokens.clamp(max=logits.shape[-1] - 1)  # rounding may lead behind the last token
         likeliest = logits.argmax(-1, keepdim=True)
         tokens = torch.where(greedy, likeliest, tokens)
-        return tokens[:, 0], logp.gather(-1, tokens)[:, 0].double()
+        return tokens[:, 0], self.finite(logp.gather(-1, tokens)[:, 0].double())
+
+    def finite(self, logprobs: Any) -> Any:
+        """The same numbers, a tensor or an array. UserError for one that is not finite."""
+        if not torch.as_tensor(logprobs).isfinite().all():
+            raise UserError(f"{self.model.name_or_path}: its log-probabilities are not finite")
+        return logprobs
 
     # ------------------------------------------------------------------- among the valid actions
 
@@ -138,7 +145,7 @@ class Policy:
                 scores = logits[i, allowed].double()
                 logp = scores.log_softmax(-1)
                 totals[a] += float(logp[allowed.index(token)])
-        return totals
+        return self.finite(totals)
 
     # --------------------------------------------------------------------- of texts that are given
 
@@ -155,7 +162,7 @@ class Policy:
         ids = self.chat.action(action, state.task, len(prompt))
         logp = self.logits(prompt, ids).log_softmax(-1)
         of_tokens = logp[range(len(ids)), ids]  # (len(ids),)
-        return float(of_tokens.double().sum())
+        return float(self.finite(of_tokens.double().sum()))
 
     @torch.inference_mode()
     def logits(self, prompt: list[int], ids: list[int]) -> Tensor:

@@ -182,6 +182,11 @@ LLAMA_3 = (
     " + '<|eot_id|>' %}{{ bos_token + turn if loop.first else turn }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
 TEMPLATES: dict[str, tuple[str, dict[str, str], list[str]]] = {  # template, special tokens, other special ones
     "llama-2": (LLAMA_2, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, []),
     "chatml": (CHATML, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, ["<|im_start|>"]),
@@ -190,18 +195,21 @@ TEMPLATES: dict[str, tuple[str, dict[str, str], list[str]]] = {  # template, spe
         {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},  # neither ends a turn
         ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     ),
+    "gemma": (GEMMA, {"bos_token": "<bos>", "eos_token": "<eos>"}, ["<start_of_turn>", "<end_of_turn>"]),
 }
 
 
 def chat_tokenizer(name: str, scheme: str | None = None, begins: bool = False) -> Any:
     """A tokenizer with a real model's template: "llama-2", of characters as SentencePiece's, which writes a space as
-    a part of the next word; "chatml" and "llama-3", of single bytes.
+    a part of the next word; "chatml", "llama-3" and "gemma", of single bytes.
 
     scheme: where SentencePiece adds a space. begins: each text begins with the first token, as in published ones.
     """
     template, named, others = TEMPLATES[name]
     core = of_characters(scheme) if name == "llama-2" else of_bytes()
     core.add_special_tokens([AddedToken(token, special=True) for token in others])
+    if name == "gemma":
+        core.add_tokens([AddedToken(token, normalized=False) for token in ("\n", "\n\n", "  ")])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **named)
     if begins:
         bos, token = tokenizer.bos_token, tokenizer.bos_token_id

@@ -1,5 +1,7 @@
 """States, actions, marks and how they become tokens under the chat templates of real model families."""
 
+import contextlib
+
 import pytest
 from fakes import CHATML, LLAMA_2, TEMPLATES, chat_tokenizer, word_chat
 from hypothesis import given, settings
@@ -82,11 +84,11 @@ def chat_of(template: str, **rendering: object) -> Chat:
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you see a door"))).extended(
     "Thought: hm\nAction: open it", "Observation: it is shut"
 )
-ENDS = {"llama-2": "</s>", "chatml": "<|im_end|>", "llama-3": "<|eot_id|>"}
+ENDS = {"llama-2": "</s>", "chatml": "<|im_end|>", "llama-3": "<|eot_id|>", "gemma": "<end_of_turn>"}
 SPACES = [("llama-2", scheme) for scheme in (None, "first", "always", "never")]
 
 
-@pytest.mark.parametrize(("name", "scheme"), [*SPACES, ("chatml", None), ("llama-3", None)])
+@pytest.mark.parametrize(("name", "scheme"), [*SPACES, ("chatml", None), ("llama-3", None), ("gemma", None)])
 def test_a_state_reads_as_the_models_own_template_writes_it(name, scheme):
     """Also where SentencePiece adds a space at a text's beginning, after each control token, or nowhere."""
     tokenizer = chat_tokenizer(name, scheme)
@@ -186,11 +188,29 @@ def test_prompts_beyond_the_context():
 def test_a_template_thinks_in_no_turn_and_has_the_same_date_every_day():
     """Qwen 3's switch is off, and where a prompt goes on with "no thoughts" so do the turns that were cloned."""
     switch = "{% if add_generation_prompt and enable_thinking is false %}{{ '<think></think>' }}{% endif %}"
-    today = "{{ 'Today: ' + (date_string or strftime_now('%d %b %Y')) + '\n' }}"
-    chat = chat_of(today + CHATML + switch)
+    today = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    dates = "{{ 'Today: ' + date_string + strftime_now(', %B %d, %H:%M') + '\n' }}"
+    chat = chat_of(today + dates + CHATML + switch)
     written = chat.tokenizer.decode(chat.prompt(STATE))
-    assert written.startswith("Today: 26 Jul 2024\n")
+    assert written.startswith("Today: 26 Jul 2024, July 26, 00:00\n")
     assert written.count("<|im_start|>assistant\n<think></think>") == written.count("<|im_start|>assistant") == 3
+
+
+@pytest.mark.parametrize(
+    ("opens", "closed"),
+    [
+        ("<think>\n", False),  # as R1's distillations and QwQ
+        ("[THINK]", False),
+        ("<think>\n</think><seed:think>", False),
+        ("<think>\n\n</think>\n\n", True),
+        ("[THINK][/THINK]", True),
+        ("I think: ", True),
+    ],
+)
+def test_a_prompt_that_opens_thoughts_and_does_not_close_them_is_refused(opens, closed):
+    template = CHATML.replace("assistant\n", f"assistant\n{opens}")
+    with contextlib.nullcontext() if closed else pytest.raises(UserError, match="and does not close it"):
+        chat_of(template)
 
 
 @pytest.mark.parametrize(

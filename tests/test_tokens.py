@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -160,9 +159,23 @@ def test_logits_that_are_not_finite_are_refused(kind):
     with torch.no_grad():
         model.get_input_embeddings().weight[CHAT.prompt(FIRST)[1]] = float("nan")
     agent = kind(model, CHAT)
-    for heat in (0.0, 0.8):
+    asked = [Sample(FIRST, 2, ("t",), heat, valid) for heat in (0.0, 0.8) for valid in ((), ACTIONS)]
+    calls = [functools.partial(agent.sample, [request]) for request in asked]
+    calls += [lambda: agent.likelihoods([LogProb(FIRST, ACTIONS)]), lambda: agent.valid_logprobs(asked[1:2])]
+    for call in calls:
         with pytest.raises(UserError, match=r"not finite"):
-            agent.sample([Sample(FIRST, 2, ("t",), heat)])
+            call()
+
+
+@pytest.mark.parametrize("kind", [Policy, FastPolicy])
+def test_a_stop_text_that_the_prompt_begins_ends_no_answer(kind, monkeypatch):
+    """The prompt ends with a line break, and the agent writes the rest of "\\nObservation:"."""
+    chat = Chat(chat_tokenizer("chatml"), Rendering(max_new_tokens=20))
+    ids = iter(chat.tokenizer.encode("Observation: a\nTask: b", add_special_tokens=False))
+    agent = kind(tiny_lm(chat), chat)
+    monkeypatch.setattr(agent, "draw", lambda logits, *_: (torch.tensor([next(ids)]), torch.zeros(1)))
+    ((candidate,),) = agent.sample([Sample(FIRST, 1, ("t",), 1.0)])
+    assert candidate.text == "Observation: a" and chat.tokenizer.decode(candidate.ids).endswith("a\nTask:")
 
 
 @pytest.mark.parametrize("stop", ["\nObservation:", "\n观察：", "🙂"])
@@ -171,10 +184,9 @@ def test_a_stop_text_of_any_letters_ends_a_turn_where_it_stands(name, stop):
     """A letter may be several tokens."""
     chat = Chat(chat_tokenizer(name), Rendering(stop=(stop,)))
     (before, after), ids = ["Action: left", " and on and on"], []
-    policy = SimpleNamespace(chat=chat)
     for token in chat.tokenizer.encode(before + stop + after, add_special_tokens=False):
         ids.append(token)
-        if FastPolicy.ended(policy, ids):
+        if chat.ended(ids):
             break
     assert stop in chat.tokenizer.decode(ids) and "and on and" not in chat.tokenizer.decode(ids)
     assert chat.text(ids) == before
@@ -314,11 +326,13 @@ def tiny(name: str) -> torch.nn.Module:
 def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
     model = tiny(name).to(dtype)
     model.config.attn_temperature_tuning = False  # for which Llama 4 is refused
-    assert [parity.fault(m) for m in (model, model.model)] == [None, None]  # a backbone too, as QNet has
+    for part in (model, model.model):  # a backbone too, as QNet has
+        parity.check(part)
     windows = windows_of(model.config)
     if any(windows.values()):
         monkeypatch.setattr("qlass.fast.token_tree.windows_of", lambda config: dict.fromkeys(windows, 0))
-        assert "differ from plain ones" in parity.fault(model)
+        with pytest.raises(UserError, match="differ from plain ones"):
+            parity.check(model)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 4), ("gemma4_text", 2)])

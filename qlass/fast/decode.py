@@ -152,7 +152,7 @@ class FastPolicy(Policy):
             tokens = [token for _, _, token in trie.branches]
             scores = logits[places, tokens].cpu().numpy()
             self.memory[choice] = trie.logprobs(scores / (temperature or 1.0))
-        return [self.memory[choice] for choice in choices]
+        return [self.finite(self.memory[choice]) for choice in choices]
 
     @torch.inference_mode()
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
@@ -162,7 +162,7 @@ class FastPolicy(Policy):
         for pair, ids, logits in cache.unread(self.chat, requests, self.written, self.read):
             logp = logits[:-1].log_softmax(-1)
             of_tokens = logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None])
-            self.written[pair] = float(of_tokens.double().sum())
+            self.written[pair] = float(self.finite(of_tokens.double().sum()))
         return [[self.written[r.state, action] for action in r.actions] for r in requests]
 
     # ------------------------------------------------------------------------------------ free text
@@ -222,17 +222,6 @@ class FastPolicy(Policy):
             columns[-len(row) :] = True
         return Batch(self.model, past, seen), logits[:, 0]
 
-    def ended(self, written: Tokens) -> bool:
-        """Whether the turn ends here: by a token that ends it, or by one of the stop texts."""
-        if written[-1] in self.chat.stop_ids:
-            return True
-        stops = self.chat.rendering.stop
-        if not stops:
-            return False
-        longest = max(len(stop.encode()) for stop in stops)  # a token may be a byte
-        tail = self.chat.tokenizer.decode(written[-2 * longest :])
-        return any(stop in tail for stop in stops)
-
     def write(
         self, batch: Batch, logits: Tensor, heat: Tensor, noise: Tensor
     ) -> tuple[list[Tokens], list[float]]:
@@ -252,7 +241,7 @@ class FastPolicy(Policy):
             drawn = tokens.tolist()  # the one wait for the device in a step
             for text, token in zip(alive, drawn, strict=True):
                 written[text].append(token)
-            going = [row for row, text in enumerate(alive) if not self.ended(written[text])]
+            going = [row for row, text in enumerate(alive) if not self.chat.ended(written[text])]
             if not going or step == steps - 1:
                 break
 
