@@ -16,13 +16,14 @@ from torch import nn
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.device import PRECISIONS, device_and_precision
-from qlass.files import atomic, read_json
+from qlass.files import atomic, files_of, read_json
 from qlass.records import as_user_error
 from qlass.settings import Learning, Model
 
-POSITIONS = ("default", "linear", "llama3", "yarn")  # kinds of RoPE that a cache may extend
+# Kinds of RoPE that a cache may extend: a token's place alone turns it.
+POSITIONS = {"default", "linear", "llama3", "yarn", "proportional"}
 SUPPORTED = " (supported: causal LMs in safetensors with a chat template, docs/models.md)"
-PROBE = "Thought: 1/2 of $9.50\nAction: click[Buy Now]"
+PROBE = "Thought: 1/2 of $9.50 in a café, 茶\nAction: click[Buy Now]"
 
 hf.utils.logging.disable_progress_bar()
 hf.utils.logging.set_verbosity_error()
@@ -49,6 +50,7 @@ def load(
         "device_map": {"": place},
         "use_safetensors": True,
         "output_loading_info": True,
+        "trust_remote_code": False,
     }
     if config.load_in:
         options["quantization_config"] = hf.BitsAndBytesConfig(
@@ -58,15 +60,15 @@ def load(
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
     chat = load_chat(path, config)
-    with as_user_error(path, SUPPORTED):
+    with as_user_error(path, SUPPORTED, UserError):
         if (Path(path) / "qnet.json").exists() and kind is hf.AutoModelForCausalLM:
-            raise ValueError("a QNet, which is no agent")
-        model, report = kind.from_pretrained(path, **options)
+            raise UserError("a QNet, which is no agent")
+        with as_user_error("its weights"):
+            model, report = kind.from_pretrained(path, **options)
         for problem, keys in report.items():
             if keys:
-                raise ValueError(f"{problem}: {sorted(map(str, keys))[0]}")
-        if getattr(model, "_hf_peft_config_loaded", False):
-            raise ValueError("an adapter lies beside its weights")
+                raise UserError(f"{problem}: {sorted(map(str, keys))[0]}")
+        model.generation_config = neutral(chat)
         for layer in model.modules():  # packed for some CPUs, 4 bits let no gradient through
             if hasattr(layer, "support_avx512bf16_for_cpu"):
                 layer.support_avx512bf16_for_cpu = False
@@ -76,44 +78,57 @@ def load(
 
 def load_chat(path: str | Path, config: Model) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
-    with as_user_error(path, SUPPORTED):
-        settings = hf.AutoConfig.from_pretrained(path).get_text_config()
+    files_of(Path(path))
+    with as_user_error(path, SUPPORTED, UserError):
+        with as_user_error("its config"):
+            settings = hf.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        settings = settings.get_text_config()
         rope = getattr(settings, "rope_parameters", None) or {}
-        if rope.get("rope_type", "default") not in POSITIONS:
-            raise ValueError(f"positions of kind {rope['rope_type']}")
-        tokenizer = hf.AutoTokenizer.from_pretrained(path)
-        pieces = Path(path) / "tokenizer.model"
-        if pieces.exists() and not pieces.with_suffix(".json").exists():
-            import sentencepiece
-
-            file = pieces.with_name("tokenizer_config.json")
-            if not file.exists() or read_json(file).get("legacy") is None:
-                raise ValueError("its tokenizer_config.json does not say `legacy`")
-            ids = sentencepiece.SentencePieceProcessor(model_file=str(pieces)).encode(PROBE)
-            if tokenizer.encode(PROBE, add_special_tokens=False) != ids:
-                raise ValueError("its tokenizer gives other tokens than its tokenizer.model")
+        ropes = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+        if others := {part.get("rope_type", "default") for part in ropes} - POSITIONS:
+            raise UserError(f"positions of kind {min(others)}")
+        with as_user_error("its tokenizer"):
+            tokenizer = hf.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        compare_pieces(Path(path), tokenizer)
         ends = getattr(settings, "eos_token_id", None)
         with contextlib.suppress(OSError):  # not every checkpoint has one
             ends = hf.GenerationConfig.from_pretrained(path).eos_token_id
         ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
         context = getattr(settings, "max_position_embeddings", None)
-        return Chat(tokenizer, Rendering.load(path, config), context, ends)
+        chat = Chat(tokenizer, Rendering.load(path, config), context, ends)
+        if chat.text([*chat.action(PROBE, ""), chat.stop_id]) != PROBE:
+            raise UserError("its tokenizer changes an action")
+        return chat
+
+
+def compare_pieces(folder: Path, tokenizer: Any) -> None:
+    """UserError for a tokenizer that was made of a tokenizer.model and gives other tokens."""
+    pieces = folder / "tokenizer.model"
+    if not pieces.exists() or pieces.with_suffix(".json").exists():
+        return
+    file = pieces.with_name("tokenizer_config.json")
+    if not file.exists() or read_json(file).get("legacy") is None:
+        raise UserError("its tokenizer_config.json does not say `legacy`")
+    import sentencepiece
+
+    with as_user_error("its tokenizer.model"):
+        ids = sentencepiece.SentencePieceProcessor(model_file=str(pieces)).encode(PROBE)
+    if tokenizer.encode(PROBE, add_special_tokens=False) != ids:
+        raise UserError("its tokenizer gives other tokens than its tokenizer.model")
 
 
 @torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
 def check(model: Any, chat: Chat, plain: bool) -> None:
-    """ValueError for a tokenizer that changes an action or has tokens that the model lacks, for a
-    model that is not causal, and for one that the fast engine reads otherwise than one sequence at
-    a time."""
-    ids = chat.action(PROBE, "")
-    if chat.text([*ids, chat.stop_id]) != PROBE:
-        raise ValueError("its tokenizer changes an action")
+    """UserError for a tokenizer that has tokens which the model lacks, for a model that is not
+    causal, and for one that the fast engine reads otherwise than one sequence at a time."""
     if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise ValueError("its tokenizer has tokens beyond the model's embeddings")
-    tokens = torch.tensor([ids], device=model.device)
-    first, alone = model(input_ids=tokens)[0][0, 0], model(input_ids=tokens[:, :1])[0][0, 0]
-    if (first - alone).abs().mean() > 0.1 * alone.abs().mean():
-        raise ValueError("it is not causal: its past changes with what follows")
+        raise UserError("its tokenizer has tokens beyond the model's embeddings")
+    tokens = torch.tensor([chat.action(PROBE, "")], device=model.device)
+    with as_user_error("its model class"):
+        whole, alone = model(input_ids=tokens)[0], model(input_ids=tokens[:, :1])[0]
+    first = alone[0, 0]
+    if (whole[0, 0] - first).abs().mean() > 0.1 * first.abs().mean():
+        raise UserError("it is not causal: its past changes with what follows")
     if not plain:
         from qlass.fast import parity
 
@@ -186,11 +201,16 @@ def full_weights(model: Any, folder: Path, config: Model, adapter: Any = None) -
     return model
 
 
+def neutral(chat: Chat) -> hf.GenerationConfig:
+    """How a model's texts end, and nothing else of how they are drawn, which a request says."""
+    ends, pad = sorted(chat.stop_ids), chat.tokenizer.pad_token_id
+    return hf.GenerationConfig(eos_token_id=ends, pad_token_id=pad)
+
+
 def save(model: Any, chat: Chat, folder: Path, config: Model, adapter: Any = None) -> None:
     """A HuggingFace checkpoint with its tokenizer and rendering."""
     with atomic(folder) as draft:
         model = full_weights(model, draft, config, adapter)
-        ends, pad = sorted(chat.stop_ids), chat.tokenizer.pad_token_id
-        model.generation_config = hf.GenerationConfig(eos_token_id=ends, pad_token_id=pad)
+        model.generation_config = neutral(chat)
         model.save_pretrained(draft)
         chat.save(draft)

@@ -6,12 +6,14 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers as hf
 from fakes import LLAMA_2, dump, tiny_lm, word_chat
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from test_train_qnet import labelled_tree
 from torch import nn
@@ -20,6 +22,11 @@ import q_search
 import sft
 import train_qnet
 from qlass import UserError, models
+from qlass.agent import load_policy
+from qlass.batching import Candidate, Sample
+from qlass.files import sha256
+from qlass.messages import State
+from qlass.outputs import checkpoint
 from qlass.settings import Sampling
 from train_qnet import QNet
 
@@ -82,6 +89,26 @@ def adapter(folder: Path) -> None:
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
 
 
+def adapter_below(folder: Path) -> None:
+    """As peft saves one that has a name, and as a trainer's checkpoints lie."""
+    adapter(folder)
+    (folder / "checkpoint-9").mkdir()
+    for file in folder.glob("adapter_*"):
+        file.rename(folder / "checkpoint-9" / file.name)
+    (folder / "policy.json").unlink()
+
+
+def shards_beside(folder: Path) -> None:
+    """A later model in shards, as of a program that leaves older files."""
+    tiny_lm(CHAT, 1).save_pretrained(folder / "later", max_shard_size="20KB")
+    for file in (folder / "later").glob("model*"):
+        file.rename(folder / file.name)
+
+
+def pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+
+
 def adapter_alone(folder: Path) -> None:
     adapter(folder)
     (folder / "config.json").unlink()
@@ -107,8 +134,10 @@ def encoder(folder: Path) -> None:
     hf.BertLMHeadModel(hf.BertConfig(vocab_size=len(CHAT.tokenizer), **sizes)).save_pretrained(folder)
 
 
+NO_ACCENTS = {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}]}
 LORA = "model.layers.0.self_attn.q_proj.lora_A.weight"
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+BY_LAYER = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to a checkpoint, and what is said of it
     "a weight is missing": (
         lambda folder: reweigh(folder, lambda weights: weights.pop("model.norm.weight")),
@@ -131,6 +160,10 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to 
         lambda folder: rewrite(folder / "config.json", rope_parameters=DYNAMIC),
         "positions of kind dynamic",
     ),
+    "positions that change with the length in some layers": (
+        lambda folder: rewrite(folder / "config.json", rope_parameters=BY_LAYER),
+        "positions of kind dynamic",
+    ),
     "a cut file of weights": (lambda folder: cut(folder / "model.safetensors"), "file not fully covered"),
     "a cut config": (lambda folder: cut(folder / "config.json"), "valid JSON"),
     "pickles alone": (
@@ -143,16 +176,31 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to 
         lambda folder: rewrite(folder / "tokenizer.json", normalizer={"type": "Lowercase"}),
         "its tokenizer changes an action",
     ),
+    "a tokenizer without accents": (
+        lambda folder: rewrite(folder / "tokenizer.json", normalizer=NO_ACCENTS),
+        "its tokenizer changes an action",
+    ),
+    "a template that is none": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{% if"),
+        "its chat template",
+    ),
+    "weights of two savings": (shards_beside, "model.safetensors and model-00001-of-.* are of two savings"),
+    "a pointer of Git LFS": (pointer, "model.safetensors is a pointer of Git LFS: git lfs pull"),
+    "an adapter below": (adapter_below, "checkpoint-9/adapter_config.json is an adapter's"),
     "tokens beyond the embeddings": (with_more_tokens, "embeddings"),
     "nowhere": (shutil.rmtree, "Repo id"),
     "a file of llama.cpp's": (as_file, ""),
-    "an adapter alone": (adapter_alone, "model_type"),
-    "an adapter beside weights": (adapter, "an adapter lies beside its weights"),
+    "an adapter alone": (adapter_alone, "adapter_config.json is an adapter's: merge it"),
+    "an adapter beside weights": (adapter, "adapter_config.json is an adapter's: merge it"),
     "a recurrent model without --plain": (mamba, "--plain reads it"),
     "an encoder": (encoder, "it is not causal|outputs of token trees differ"),
+    "settings of another type": (
+        lambda folder: (folder / "policy.json").write_text('{"stop": "Observation:"}'),
+        "policy.json: stop: ",
+    ),
     "settings of another version": (
         lambda folder: (folder / "policy.json").write_text('{"top_p": 1.0}'),
-        "unexpected keyword argument 'top_p'",
+        "policy.json: top_p: Unexpected keyword argument",
     ),
 }
 
@@ -202,7 +250,17 @@ def test_a_tokenizer_that_gives_other_tokens_than_its_sentencepiece_model_is_ref
     refused(tmp_path, "its tokenizer_config.json does not say `legacy`")
 
 
-def test_code_that_comes_with_a_checkpoint_is_not_run(copy, tmp_path):
+def test_a_bug_of_ours_keeps_its_traceback(copy, monkeypatch):
+    for place in ("tokens_of", "differences"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"qlass.fast.parity.{place}", lambda *_: [1].undefined)
+            with pytest.raises(AttributeError):
+                models.load(copy, Sampling())
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run(copy, tmp_path, monkeypatch):
+    """Nor after a yes to transformers' question."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
     struck = tmp_path / "struck"
     (copy / "evil.py").write_text(f"import os; os.mkdir({str(struck)!r})\nclass A:\n    pass\n")
     maps = {name: "evil.A" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")}
@@ -219,6 +277,52 @@ def test_the_context_and_the_ends_of_a_turn_are_the_checkpoints(tmp_path):
     CHAT.save(tmp_path)
     _, chat = models.load(tmp_path, Sampling())
     assert chat.context == 256 and chat.stop_ids == {0, 1}
+
+
+def test_how_a_checkpoint_would_be_sampled_elsewhere_changes_nothing(copy):
+    """As by Qwen 2.5's generation_config.json, which only says how a turn ends."""
+    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")))
+
+    def drawn() -> list[Candidate]:
+        (candidates,) = load_policy(copy, Sampling(plain=True)).sample([Sample(state, 6, ("t",), 1.0)])
+        return candidates
+
+    before = drawn()
+    penalties = {"repetition_penalty": 3.0, "min_new_tokens": 9, "top_k": 2, "top_p": 0.5, "suppress_tokens": [5, 6, 7]}
+    rewrite(copy / "generation_config.json", do_sample=True, **penalties)
+    assert drawn() == before
+
+
+def test_only_what_is_loaded_is_downloaded_and_known_by_its_content(copy, monkeypatch, tmp_path):
+    """Of a repository with its weights in several forms."""
+    hub = shutil.copytree(copy, tmp_path / "hub")
+    (hub / "model.safetensors").unlink()
+    tiny_lm(CHAT).save_pretrained(hub, max_shard_size="20KB")
+    shards = {file.name for file in hub.glob("model*")}
+    others = [
+        "consolidated.safetensors",
+        "original/tokenizer.model",
+        "onnx/config.json",
+        "pytorch_model.bin",
+        "notes.txt",
+    ]
+    for name in others:
+        (hub / name).parent.mkdir(exist_ok=True)
+        (hub / name).write_text("a")
+
+    def snapshot_download(name: str, **patterns: Any) -> str:
+        names = [str(file.relative_to(hub)) for file in hub.rglob("*") if file.is_file()]
+        for chosen in filter_repo_objects(names, **patterns):
+            (tmp_path / name / chosen).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(hub / chosen, tmp_path / name / chosen)
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    folder = checkpoint("org/model")
+    kept = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert kept == {file.name for file in copy.iterdir()} - {"model.safetensors"} | shards
+    assert sha256(hub) == sha256(folder)
+    models.load(folder, Sampling())
 
 
 # ------------------------------------------------------------------------------------------------- LoRA, and few bits

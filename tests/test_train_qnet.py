@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -185,7 +186,7 @@ def test_the_head_is_in_full_width_where_the_backbone_is_not():
 
 
 def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, monkeypatch):
-    monkeypatch.setattr("qlass.fast.parity.fault", lambda model: "it gives a token tree other values")
+    monkeypatch.setattr("qlass.fast.parity.check", mock.Mock(side_effect=UserError("--plain reads it")))
     with pytest.raises(UserError, match="--plain"):
         train()
     train("--plain")

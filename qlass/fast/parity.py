@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qlass import UserError
 from qlass.fast.cache import PromptCache, Question, Tokens
+from qlass.records import as_user_error
 
 WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
 # Of attention windows that are not in the mask that a model is given, and larger than the sequences
@@ -25,28 +27,18 @@ HIDDEN = ("window_size", "attention_window_size", "attention_window", "local_att
 COLUMNS = "attn_temperature_tuning"
 EXACT = 1e-3  # of the outputs' mean size, in float32
 ROUGH = 0.1  # in fewer bits; rounding alone makes .02
-NOT_FINITE = (
-    "its outputs are not finite: its weights are damaged, or overflow (try --precision float32)"
-)
-
-
-def check(model: Any) -> None:
-    """ValueError where token trees would give other outputs than plain sequences, or these are not
-    finite."""
-    if wrong := fault(model):
-        advice = "" if wrong == NOT_FINITE else "; --plain reads it one sequence at a time"
-        raise ValueError(wrong + advice)
+PLAIN = "; --plain reads it one sequence at a time"
 
 
 @torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
-def fault(model: Any) -> str | None:
-    """What a model does wrong with token trees, behind a prompt cache and without; None:
-    nothing."""
+def check(model: Any) -> None:
+    """UserError where token trees, behind a prompt cache or without, would give other outputs than
+    plain sequences, or these are not finite."""
     config = model.config.get_text_config()
     if name := next((name for name in HIDDEN if getattr(config, name, None)), None):
-        return f"its attention has windows of its own ({name})"
+        raise UserError(f"its attention has windows of its own ({name}){PLAIN}")
     if getattr(config, COLUMNS, None):
-        return f"its attention counts columns of a batch ({COLUMNS})"
+        raise UserError(f"its attention counts columns of a batch ({COLUMNS}){PLAIN}")
     quantised = getattr(model, "is_quantized", False)
     most = EXACT if model.dtype == torch.float32 and not quantised else ROUGH
     # Rounding alone can send a token to other experts or, with weights of few bits, over a step:
@@ -64,18 +56,16 @@ def fault(model: Any) -> str | None:
             one = {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False}
             plain.append(outputs(model, one)[0])
         if not all(rows.isfinite().all() for rows in plain):
-            return NOT_FINITE
-        try:
-            shares = differences(model, sequences, plain)
-        except Exception as error:  # whatever a model of any kind says to such inputs
-            return f"its model class reads no token trees behind a prompt cache ({error!r:.150})"
-        share = float(shares.median() if by_median else shares.max())
-        if share > most:
-            return f"the outputs of token trees differ from plain ones by {share:.1%}"
-        return None
+            damage = "its weights are damaged, or overflow (try --precision float32)"
+            raise UserError(f"its outputs are not finite: {damage}")
+        shares = differences(model, sequences, plain)
     finally:
         for name, size in windows.items():
             setattr(config, name, size)
+    share = float(shares.median() if by_median else shares.max())
+    if share > most:
+        problem = f"the outputs of token trees differ from plain ones by {share:.1%}"
+        raise UserError(problem + PLAIN)
 
 
 # Sequences with common beginnings, of different lengths and deeper than a window. The letter they
@@ -103,12 +93,16 @@ def tokens_of(model: Any) -> list[Tokens]:
 
 def outputs(model: Any, inputs: dict, columns: Tensor | None = None) -> Tensor:
     """Logits (B, columns, V) or, of a model without a head, hidden states (B, columns, D), of the
-    columns asked for."""
-    if columns is not None and model.get_output_embeddings() is not None:
-        return model(**inputs, logits_to_keep=columns).logits.float()
-    out = model(**inputs)
-    every = out.last_hidden_state if model.get_output_embeddings() is None else out.logits
-    return (every if columns is None else every[:, columns]).float()
+    columns asked for. UserError for what its class says to a token tree behind a prompt cache."""
+    head = model.get_output_embeddings() is not None
+    more = {} if columns is None or not head else {"logits_to_keep": columns}
+    with as_user_error("its model class reads no token trees behind a prompt cache", PLAIN):
+        out = model(**inputs, **more)
+    past = inputs.get("past_key_values")
+    if past is not None and not past.get_seq_length():
+        raise UserError(f"its model class keeps nothing in a prompt cache{PLAIN}")
+    every = out.logits if head else out.last_hidden_state
+    return (every if columns is None or more else every[:, columns]).float()
 
 
 def differences(model: Any, sequences: list[Tokens], plain: list[Tensor]) -> Tensor:
