@@ -135,13 +135,8 @@ def test_another_recipe_is_refused_and_runtime_flags_may_differ(tmp_path):
     (sft / "model.safetensors").write_text("1")
     grow(path, sft=sft, stop=2)
     qnet.write_text("which a method asks for now")
-    for name in (
-        "README.md",
-        "notes.txt",
-        "trainer_state.json",
-        "consolidated.safetensors",
-        ".ipynb_checkpoints/config.json",
-    ):  # which loading does not read
+    others = ("README.md", "notes.txt", "trainer_state.json", "consolidated.safetensors")
+    for name in (*others, ".ipynb_checkpoints/config.json"):  # which loading does not read
         (sft / name).write_text("no change")
     sft = sft.rename(tmp_path / "moved")  # an input is known by its content
     grow(path, "--limit", "9", "--device", "cpu", sft=sft, qnet=qnet)
