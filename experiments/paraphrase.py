@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from experiments.chat_policy import ChatServer
 from q_search import Method
 from qlass import UserError
-from qlass.batching import Candidate, Sample
+from qlass.batching import Candidate, Remote, Sample
 from qlass.chat import Chat
 from qlass.messages import State
 from qlass.results import Episode, environment_tokens
@@ -82,12 +82,15 @@ def under_wordings(sample: Callable, reworder: Reworder) -> Callable:
 def by_server(url: str) -> Reworder:
     """Wordings by an OpenAI-compatible chat server; where it says nothing, the task's own."""
     server = ChatServer(url)
+    text = Remote(
+        lambda asked: server.text([("user", PROMPT + asked[0])], temperature=0.7, max_tokens=ROOM, seed=asked[1])
+    )
 
     def ask(task: str, index: int) -> str:
         if index == 0:
             return task
-        choice, _ = server.chat([("user", PROMPT + task)], temperature=0.7, max_tokens=ROOM, seed=index)
-        return " ".join((choice.message.content or "").split()).strip("\"' ") or task
+        (wording,) = text([(task, index)])
+        return " ".join(wording.split()).strip("\"' ") or task
 
     return ask
 

@@ -8,7 +8,6 @@ named by --server, plays and writes them, and the last three stand below the ins
 """
 
 import dataclasses
-from collections.abc import Callable
 from itertools import product
 
 from tyro.conf import Suppress
@@ -19,7 +18,7 @@ from experiments.chat_policy import ChatServer
 from experiments.compare import Variant
 from q_search import Method, episode
 from qlass import UserError
-from qlass.batching import Request, Score
+from qlass.batching import Remote, Request, Score
 from qlass.chat import Chat
 from qlass.messages import State
 from qlass.results import Episode
@@ -90,23 +89,14 @@ def plan_of(config: Config) -> list[Method]:
     return list(dict.fromkeys(plan))
 
 
-def answer_by(server: ChatServer) -> Callable[[list[Reflect]], list[str]]:
-    """What answers `Reflect` requests by a chat model."""
-
-    def plan(request: Reflect) -> str:
-        choice, _ = server.chat(request.state.messages)
-        return choice.message.content or ""
-
-    return lambda requests: list(map(plan, requests))
-
-
 def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     env, tasks = q_search.environment(config)
     plan = plan_of(config)
     chat, models, inputs = q_search.load(config, env, plan)
     if config.server:
-        models[Reflect] = answer_by(ChatServer(config.server))
+        server = ChatServer(config.server)
+        models[Reflect] = Remote(lambda request: server.text(request.state.messages))
     q_search.evaluate(config, env, tasks, plan, chat, models, inputs)
 
 

@@ -6,47 +6,57 @@
     reads   a QNet's folder, or URL#MODEL of its server (RUN/qnet)
             $OPENAI_API_KEY; the API's URL is --server, $OPENAI_BASE_URL or OpenAI's
     writes  RUN/results_MODEL.jsonl: lines as q_search.py's
+            RUN/answers.results_MODEL.jsonl: each answer as it comes, and none is asked for again
 
 At each step the chat model answers M times, QNet scores the answers, and the best one is taken. The other methods are
 those of q_search.py too: the model alone (greedy, sample), the best of N episodes, and a random one of M answers.
 `python -m integrations.chat_trees` grows the trees from which such a QNet learns.
 
-An answer is what stands behind `</think>`, and its action what follows "Action:". --examples puts demonstrations in
-front of the task, as in ReAct (arXiv 2210.03629): training tasks of its type, played by the environment's expert.
-QNet does not read these.
+An answer is what stands behind `</think>`, up to an observation that the model has invented. Its action follows
+"Action:", in Markdown, quotes or JSON too, if the environment knows what is left without these marks. --examples puts
+demonstrations in front of the task, as in ReAct (arXiv 2210.03629): training tasks of its type, played by the
+environment's expert. QNet does not read these.
 
 Tokens of prompts and answers are as the server counts them: `prompt` has each page once, as with a prompt cache, and
 `usage` all that was sent and written, which is what an API bills. QNet's tokens are `scored`.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, PositiveInt
 from tyro.conf import Fixed, arg
 
 import envs
 import q_search
-from experiments.chat_policy import ChatServer
+from experiments.chat_policy import ChatServer, Reply
 from q_search import Method, methods_of
 from qlass import UserError
-from qlass.batching import Candidate, Sample, Score
-from qlass.chat import Rendering, any_of
+from qlass.batching import Candidate, Remote, Sample, Score
+from qlass.chat import Rendering
 from qlass.demonstrations import demonstrate
-from qlass.files import Inputs, warn
-from qlass.messages import State, without_thinking
+from qlass.files import Inputs, dumps, warn
+from qlass.messages import State, parse_action, without_thinking
 from qlass.noise import uniforms
+from qlass.records import as_user_error
 from qlass.results import Episode, costs_of, describe
-from qlass.settings import Sampling, read_settings, run_stage, runtime
+from qlass.settings import Number, Sampling, read_settings, run_stage, runtime
 
 OPENAI = "https://api.openai.com/v1"
-EPISODES = 8  # side by side; a run that is stopped asks again for those that had not ended
+EPISODES = 8  # side by side
+FIRST = 20  # answers, or several to a prompt, after which a doubt is told
 Name = Literal["greedy", "sample", "best_of_n", "random", "qlass"]
 
 # ---------------------------------------------------------------------------------------- the model
@@ -60,62 +70,140 @@ class Chatting(Sampling):
     model: str = ""  # its name, if it is not in --server URL#MODEL
     examples: NonNegativeInt = 0  # demonstrations in front of the task
     body: Annotated[str, arg(metavar="JSON")] = "{}"  # more fields of a request; null leaves one out
+    max_answers: PositiveInt | None = runtime(None)  # that this command asks for
+    price: tuple[Number, Number] | None = runtime(None)  # of a million tokens read, and written
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Candidate):
-    prompt: int = 0  # tokens read
+    prompt: int = 0  # tokens of the prompt and, once it is read, those that the one before it had not
+    billed: int = 0  # tokens read for it: of several answers to one request the first is charged
+    end: str = ""  # why it ends
 
 
-class ChatModel:
+class ChatModel(Remote):
     """pi(a | s) of a chat model, which needs no checkpoint and no tokenizer here.
 
-    qnet: what scores its answers, if a method asks for Q. silent: how many answers have no action.
+    Its answers are in a file beside the output. qnet: what scores them, if a method asks for Q.
     """
 
-    def __init__(self, config: Chatting, env: envs.TextEnv) -> None:
-        address = config.server or os.environ.get("OPENAI_BASE_URL", OPENAI)
+    def __init__(self, config: Chatting, env: envs.TextEnv, output: str) -> None:
+        """output: name of what is made from the answers, in the run's folder; {} is the model's."""
+        super().__init__(self.draw)
+        address = config.server or os.environ.get("OPENAI_BASE_URL") or OPENAI
         self.server = ChatServer(f"{address.partition('#')[0]}#{config.model}" if config.model else address)
+        self.name = Path(self.server.model).name  # of a hub name or a folder its last part
+        self.output = config.out or config.run / output.format(self.name)
+        with as_user_error(f"--body {config.body}: is no JSON object"):
+            self.body = {**json.loads(config.body)}
         self.env = env.fork()
         env.side_by_side = min(EPISODES, env.side_by_side)
         self.config = config
-        self.body = json.loads(config.body)
         self.rendering = Rendering.load(os.devnull, config)  # no checkpoint's
-        self.chat = self  # its rendering is all that stages ask of an agent's Chat
+        self.rendering.temperature = self.body.get("temperature", self.rendering.temperature)
+        self.sample = self.chat = self  # its rendering is all that stages ask of an agent's Chat
         self.examples = functools.cache(self._examples)
         self.qnet: Any = None
-        self.silent = 0
+        self.prompts: dict[tuple, int] = {}  # tokens, by task and messages
+        self.counts: Counter[str] = Counter()  # of answers, by what they are
+        self.file = self.output.with_name(f"answers.{self.output.name}")
+        self.answers: dict[str, Answer] = {}  # as written, by their draws
+        self.usage: Counter[str] = Counter()
+        for line in self.file.read_text(encoding="utf-8").split("\n") if self.file.exists() else ():
+            with contextlib.suppress(ValueError):  # empty, or what a stop cut
+                self.keep(**json.loads(line))
+        self.before, self.asked = self.usage.copy(), 0
 
     def version(self) -> str | None:
         """The model's name in an answer: a run that goes on must not mix two that had one alias."""
-        self.server.chat([("user", "Hello")])
+        Remote(self.reply)([([("user", "Hello")], self.rendering.temperature)])
         return self.server.answered_as
 
-    def sample(self, requests: list[Sample]) -> list[list[Answer]]:
-        jobs = []
-        for request in requests:
-            shown = self.examples(request.key[0])  # here: an environment is not for threads
-            jobs.append([(request, shown, k) for k in range(request.n)])
-        return self.server.side_by_side(self.answer, jobs)
+    # ------------------------------------------------------------------------------ asking the server
 
-    def answer(self, request: Sample, shown: list[tuple[str, str]], k: int) -> Answer:
-        """Answer k, with a seed of its own, which many servers ignore."""
+    async def reply(self, asked: tuple, **more: Any) -> Reply:
+        """To messages, at a temperature; more: fields that --body may leave out."""
+        messages, temperature = asked
+        fields = {"temperature": temperature, "max_tokens": self.rendering.max_new_tokens} | more | self.body
+        return await self.server.chat(messages, **{name: x for name, x in fields.items() if x is not None})
+
+    def begin(self, request: Sample, ready: Callable = bool) -> Callable[[], list[Answer]]:
         messages = list(request.state.messages)
-        messages[request.state.opening : request.state.opening] = shown
-        (noise,) = uniforms(1, self.config.seed, *request.key, k)
-        options = {
-            "temperature": request.temperature,
-            "max_tokens": self.rendering.max_new_tokens,
-            "stop": list(self.rendering.stop),
-            "seed": int(noise * 2**31),
+        opening = request.state.opening
+        messages[opening:opening] = self.examples(request.key[0])
+        wait = super().begin((request, messages), ready)
+        return lambda: self.read(request, wait())
+
+    async def draw(self, asked: tuple[Sample, list[tuple[str, str]]]) -> list[Answer]:
+        """The answers to a request, as written: those at hand, and what the server gives."""
+        request, messages = asked
+        about = messages, request.temperature, self.rendering.max_new_tokens, self.config.body
+        about = self.server.answered_as, *about, self.config.seed, *request.key
+        names = [hashlib.sha256(repr((*about, k)).encode()).hexdigest()[:32] for k in range(request.n)]
+        (noise,) = uniforms(1, self.config.seed, *request.key)
+        while missing := [k for k in range(request.n) if names[k] not in self.answers]:
+            groups = [[k] for k in missing] if "n" in self.body else [missing]
+            asking = []
+            for group in groups:
+                drawn = [names[k] for k in group]
+                asking.append(self.ask_for(drawn, (messages, request.temperature), int(noise * 2**30) + group[0]))
+            await asyncio.gather(*asking)
+        return [self.answers[name] for name in names]
+
+    async def ask_for(self, draws: list[str], asked: tuple, seed: int) -> None:
+        """Ask by one request for an answer of each draw, and write down what comes."""
+        n, most = len(draws), self.config.max_answers or math.inf
+        if self.asked + n > most:
+            raise UserError(f"--max-answers {most}: no more are asked for; the same command with more goes on")
+        self.asked += n
+        reply = await self.reply(asked, seed=seed, n=n if n > 1 else None)
+        messages = [choice["message"] for choice in reply["choices"][:n]]
+        self.asked -= n - len(messages)
+        if len(messages) < n:
+            warn("the server gives one answer to a request for several: --body '{\"n\": null}' is faster")
+        line = {
+            "draws": draws[: len(messages)],
+            "texts": [message.get("content") or message.get("refusal") or "" for message in messages],
+            "ends": [choice["finish_reason"] for choice in reply["choices"]],
+            "prompt": reply["usage"]["prompt_tokens"],
+            "generated": reply["usage"].get("completion_tokens", 0),
         }
-        options = {name: value for name, value in options.items() if name not in self.body}
-        more = {name: value for name, value in self.body.items() if value is not None}
-        choice, usage = self.server.chat(messages, **options, extra_body=more)
-        content = without_thinking(choice.message.content or "")
-        text = any_of(self.rendering.stop).split(content)[0].strip()
-        self.silent += "Action:" not in text
-        return Answer(text, usage.completion_tokens, math.nan, prompt=usage.prompt_tokens)
+        self.keep(**line)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.file, "a", encoding="utf-8") as out:  # in one piece: other processes write too
+            out.write("\n" + dumps(line))
+
+    def keep(self, draws: list[str], texts: list[str], ends: list[str], prompt: int, generated: int) -> None:
+        """Take the answers to one request as known."""
+        share, rest = divmod(generated, len(texts))
+        for draw, text, end in zip(draws, texts, ends, strict=False):
+            first = draw == draws[0]
+            self.answers[draw] = Answer(text, share + rest * first, math.nan, (), prompt, prompt * first, end)
+        self.usage.update(answers=len(texts), requests=1, prompt=prompt, generated=generated)
+
+    # ------------------------------------------------------------------------------ reading its answers
+
+    def read(self, request: Sample, written: list[Answer]) -> list[Answer]:
+        """The answers in the environment's words. UserError for a prompt that is no longer than the one before it."""
+        task, messages, prompt = request.key[0], request.state.messages, written[0].prompt
+        before = self.prompts.get((task, messages[:-2]), 0)
+        if prompt <= before:
+            problem = f"reads {prompt} tokens of a prompt, and {before} of the shorter one before"
+            raise UserError(f"--server: it {problem}: it needs a longer context, or does not count what it has cached")
+        self.prompts[task, messages] = prompt
+        answers, counts = [], self.counts
+        for answer in written:
+            text, known = readable(answer.text, request.knows)
+            lines = len(re.findall(r"(?m)^\s*Action:", text))
+            counts.update({"read": 1, "known": known, "unclear": lines > 1 or not (lines or known), answer.end: 1})
+            answers.append(dataclasses.replace(answer, text=text, prompt=prompt - before))
+            if counts["read"] == FIRST and not counts["known"]:
+                warn(f"the environment knows no action of the first {FIRST} answers, such as {text!r}: --examples 2")
+        if len(written) > 1 and request.temperature != 0:
+            counts.update(several=1, alike=len({answer.text for answer in written}) == 1)
+            if counts["several"] == counts["alike"] == FIRST:
+                warn(f"all answers to a prompt were alike, {FIRST} times: does the server draw by --temperature?")
+        return answers
 
     def _examples(self, task_id: str) -> list[tuple[str, str]]:
         """The turns of demonstrations for a task, of others than its subject."""
@@ -133,10 +221,50 @@ class ChatModel:
             turns += example.messages[example.opening :]
         return turns
 
-    def warn(self) -> None:
-        """A thought alone is played too, as an action that no environment knows."""
-        if self.silent:
-            warn(f'{self.silent} answers have no "Action:"; --max-new-tokens may have cut them')
+    def cost(self, usage: dict[str, int]) -> dict[str, float]:
+        """By the price that the settings name."""
+        read, written = self.config.price or (math.nan, math.nan)
+        cost = (usage["prompt"] * read + usage["generated"] * written) / 1e6
+        return {} if math.isnan(cost) else {"cost": round(cost, 6)}
+
+    def report(self) -> None:
+        """What was billed by this command; and answers that were not what they should be."""
+        usage = self.usage - self.before
+        print("billed:", json.dumps(usage | self.cost(usage)))
+        for name, problem in PROBLEMS.items():
+            if self.counts[name]:
+                warn(f"{self.counts[name]} answers {problem}")
+
+
+PROBLEMS = {
+    "length": "were cut at their limit: --max-new-tokens",
+    "content_filter": "were refused or filtered",
+    "unclear": 'have no action, or several lines "Action:"',
+}
+LABEL = re.compile(r"(?i)\baction\b[\W_]*|\Z")
+INVENTED = re.compile(r"(?i)\n\W*(observation|task)\W*:")
+MARKS = "*_`#>\"'{}, \n\t"  # around an action, in Markdown, quotes and JSON
+
+
+def readable(content: str, knows: Callable[[str], bool]) -> tuple[str, bool]:
+    """An answer, in the environment's form if it knows the action in it; and whether it does."""
+    text = without_thinking(content).strip()
+    begin = LABEL.search(text)
+    text = text[: begin.end()] + INVENTED.split(text[begin.end() :])[0].strip()
+    if knows(parse_action(text)):
+        return text, True
+    places = [(label.start(), label.end()) for label in LABEL.finditer(text)]
+    for begin, end in [*reversed(places), (0, 0)]:
+        for part in (text[end:], text[end:].partition("\n")[0]):
+            action = part.strip(MARKS + ".")
+            if knows(action):
+                return f"{text[:begin].rstrip(MARKS)}\nAction: {action}".strip(), True
+    return text, False
+
+
+def announce(most: float, what: str) -> None:
+    """Tell how many answers may be asked for."""
+    print(f"at most {most:,} answers ({what}); --max-answers asks for less", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------- the search
@@ -159,40 +287,27 @@ class ChatMethod(Method):
         costs: dict[str, Any] = {"tokens": {"scored": 0}}
         if self.needs_q:
             costs = costs_of(chat.qnet.chat, episodes, self.read_by_qnet)
-        answers = [answer for steps in episodes for step in steps for answer in step.samples]
+        steps = [step for episode in episodes for step in episode]
+        answers = [answer for step in steps for answer in step.samples]
         written = sum(answer.tokens for answer in answers)
-        costs["tokens"] |= {"prompt": tokens_read(episodes), "generated": written}
-        costs["usage"] = {"prompt": sum(answer.prompt for answer in answers), "generated": written}
-        return describe(best, episodes, costs)
-
-
-def tokens_read(episodes: Sequence[Episode]) -> int:
-    """Tokens of all prompts, each read once, as with a prompt cache.
-
-    UserError if a prompt is no longer than the one before it: the server cuts them.
-    """
-    read: dict[State, int] = {}
-    for steps in episodes:
-        before = 0
-        for step in steps:
-            prompt = step.samples[0].prompt
-            if prompt <= before:
-                problem = f"reads {prompt} tokens of a prompt, and {before} of the shorter one before"
-                raise UserError(f"--server: it {problem}: it needs a longer context")
-            read[step.state] = prompt - before
-            before = prompt
-    return sum(read.values())
+        read = {step.state: step.samples[0].prompt for step in steps}  # each page once, as with a prompt cache
+        costs["tokens"] |= {"prompt": sum(read.values()), "generated": written}
+        usage = {"prompt": sum(answer.billed for answer in answers), "generated": written}
+        return describe(best, episodes, costs | {"usage": usage | chat.cost(usage), "agent": chat.name})
 
 
 def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     env, tasks = q_search.environment(config)
-    agent = ChatModel(config, env)
-    name = Path(agent.server.model).name  # of a hub name or a folder its last part
-    out = config.out or config.run / f"results_{name}.jsonl"
-    config = dataclasses.replace(config, model=agent.version(), out=out, label=config.label or name)
+    agent = ChatModel(config, env, "results_{}.jsonl")
+    if "greedy" in config.method and "temperature" in agent.body:
+        raise UserError("greedy is at temperature 0, and --body names another: leave it out of --method")
+    label = config.label or agent.name
+    config = dataclasses.replace(config, model=agent.version(), out=agent.output, label=label)
     plan = [ChatMethod(**vars(m)) for kind in config.method for m in methods_of(kind, config)]
-    models = {Sample: agent.sample}
+    steps, draws = env.max_steps or math.inf, sum(method.M * method.N for method in plan)
+    announce(len(tasks) * steps * draws, f"{len(tasks)} tasks, {steps} steps, {draws} for a step of all methods")
+    models = {Sample: agent}
     inputs: Inputs = {}
     if any(method.needs_q for method in plan):
         # Temperature and length of an answer are the chat model's.
@@ -201,7 +316,7 @@ def main(argv: list[str] | None = None) -> None:
         agent.qnet, inputs["qnet"] = q_search.load_scorer(reading)
         models[Score] = agent.qnet.score
     q_search.evaluate(config, env, tasks, plan, agent, models, inputs)
-    agent.warn()
+    agent.report()
 
 
 if __name__ == "__main__":

@@ -6,21 +6,24 @@
     python -m integrations.chat_agent --run RUN --model NAME -M 4
 
     reads   $OPENAI_API_KEY, $OPENAI_BASE_URL
-    writes  RUN/trees.jsonl, as build_trees.py does
+    writes  RUN/trees.jsonl, as build_trees.py does; its metadata have the tokens billed
+            RUN/answers.trees.jsonl: each answer as it comes, and none is asked for again
 
 Each rollout costs as many answers as it has steps. The tasks are the last ones of training, and the environment's
 expert plays the branch of each, unless --expert names demonstrations (--tasks cloned: those of this file).
 """
 
 import dataclasses
+import math
 from typing import ClassVar, Literal
 
 from pydantic import NonNegativeInt
 
 import build_trees
 import envs
-from integrations.chat_agent import ChatModel, Chatting
+from integrations.chat_agent import ChatModel, Chatting, announce
 from qlass import demonstrations
+from qlass.files import meta_path, read_json, write_json
 from qlass.settings import read_settings, run_stage, runtime
 
 
@@ -38,13 +41,18 @@ class Config(Chatting, build_trees.Config):
 def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
-    agent = ChatModel(config, env)
+    agent = ChatModel(config, env, "trees.jsonl")
     config = dataclasses.replace(config, model=agent.version())
     expert, demonstration_of = config.expert, {}
     if expert:
         _, demonstration_of = demonstrations.by_task(expert, expert, env)
+    rollouts, steps = config.rollouts or math.inf, config.steps or env.tree_steps
+    most = (config.limit or math.inf) * rollouts * (steps + build_trees.EXTRA_DRAWS)
+    announce(most, f"{config.limit} trees, {rollouts} rollouts, {steps} steps")
     build_trees.build(config, env, lambda: agent, demonstration_of, {"expert": expert})
-    agent.warn()
+    meta = meta_path(agent.output)
+    write_json(meta, read_json(meta) | {"usage": agent.usage | agent.cost(agent.usage)})
+    agent.report()
 
 
 if __name__ == "__main__":

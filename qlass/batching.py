@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import dataclasses
+import functools
 import itertools
+import queue
+import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -44,6 +48,8 @@ class Sample(Request[list[Candidate]]):
     key: tuple
     temperature: float
     valid: tuple[str, ...] = ()  # the actions to choose among; empty: free text
+    # Whether the environment acts on an action now.
+    knows: Callable[[str], bool] = dataclasses.field(default=bool, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +77,34 @@ def ask(
     valid = dict.fromkeys(react(*candidate) for candidate in candidates)
     if temperature is None:
         temperature = rendering.temperature
-    return Sample(state, n, key, temperature, tuple(valid))
+    return Sample(state, n, key, temperature, tuple(valid), env.knows)
 
 
 Models = dict[type, Callable[[list], list]]  # what answers a list of requests, by their type
+
+
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop, in a thread of its own, of all that waits for servers."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+@dataclasses.dataclass
+class Remote:
+    """A model behind a server, which `drive` asks request by request."""
+
+    answer: Callable[[Any], Coroutine]  # to a request
+
+    def begin(self, request: Any, ready: Callable = bool) -> Callable[[], Any]:
+        """Ask. Returns what waits for the answer; `ready` is called when it is there."""
+        future = asyncio.run_coroutine_threadsafe(self.answer(request), event_loop())
+        future.add_done_callback(ready)
+        return future.result
+
+    def __call__(self, requests: list) -> list:
+        return [wait() for wait in list(map(self.begin, requests))]
 
 
 def drive(
@@ -83,9 +113,12 @@ def drive(
     """Advance up to `width` coroutines side by side; yield what each returns as it finishes.
 
     This is an event loop without a clock: a player sleeps until a model has answered it. Requests
-    of one type from all players are answered in one call of `models[type]`.
+    of one type from all players are answered in one call of `models[type]`. A `Remote` is asked at
+    once, and its player goes on as soon as the answer is there.
     """
     asleep = collections.defaultdict(list)  # by type of request: players, each with its request
+    remote = {}  # players that a server is to answer, each with what waits for it
+    ready = queue.SimpleQueue()  # type: queue.SimpleQueue[Coroutine]  # those that it has answered
     finished: list[T] = []
     source = iter(players)
 
@@ -94,15 +127,23 @@ def drive(
             request = player.send(answer)
         except StopIteration as stop:
             finished.append(stop.value)
+            return
+        model = models[type(request)]
+        if isinstance(model, Remote):
+            remote[player] = model.begin(request, lambda _: ready.put(player))
         else:
             asleep[type(request)].append((player, request))
 
     while True:
-        room = width - sum(map(len, asleep.values())) - len(finished)
+        room = width - sum(map(len, [*asleep.values(), remote, finished]))
         for player in itertools.islice(source, room):
             resume(player, None)
         if finished:
             yield finished.pop(0)
+            continue
+        if remote and not (asleep and ready.empty()):  # a local model works before one waits
+            player = ready.get()
+            resume(player, remote.pop(player)())
             continue
         if not asleep:
             return

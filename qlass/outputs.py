@@ -237,12 +237,12 @@ class Output:
         """Write groups as they come, each as one line of this process's part."""
         if not total:
             return  # others may finish meanwhile, and remove the folder of the parts
-        self.part.parent.mkdir(exist_ok=True)
-        with open(self.part, "ab") as out:
-            out.write(b"\n")  # behind what a stop cut
-            for group in tqdm(groups, title, total, mininterval=0.5):
-                out.write(dumps(group).encode())
-                out.flush()
+        for group in tqdm(groups, title, total, mininterval=0.5):
+            self.part.parent.mkdir(exist_ok=True)  # the first group claims the output
+            with open(self.part, "ab") as out:
+                out.write(
+                    b"\n" + dumps(group).encode()
+                )  # a line of its own, behind what a stop cut
         self.read()
 
     def finish(self, plan: Sequence[Any], **figures: Any) -> None:

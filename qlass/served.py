@@ -1,23 +1,25 @@
 """The agent's weights, or a QNet's, behind an OpenAI-compatible server, such as vLLM or SGLang. The
 folder of these weights is here too: it has tokenizer and metadata.
 
-The client of `openai` waits for a server that is busy or away. What a server answers otherwise, and
-what it has read in part or not finished, stops the run in one line: the same command goes on.
+The client of `openai` waits for a server that is busy or away, once it has answered. A reply is
+read by its type. What a server answers otherwise, and what it has read in part or not finished,
+stops the run in one line: the same command goes on.
 """
 
-import itertools
+import asyncio
 import math
 import os
 import sys
 from collections.abc import Callable
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypeVar
 
 import numpy as np
+from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from qlass import UserError
-from qlass.batching import Candidate, LogProb, Sample, Score
+from qlass.batching import Candidate, LogProb, Remote, Sample, Score
 from qlass.files import meta_of, warn
 from qlass.messages import State
 from qlass.models import load_chat
@@ -26,8 +28,38 @@ from qlass.policy import QUESTION
 from qlass.records import as_user_error
 from qlass.settings import Sampling
 
-ENDS = ("stop", "length")  # of a reply that was not given up
 TRIES = 80  # after waits of 0.5, 1, 2, 4, 8, 8, ... seconds
+# Else vLLM and SGLang take these from the model's generation_config.json.
+NEUTRAL = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+R = TypeVar("R")
+
+
+class Usage(TypedDict):
+    """Tokens."""
+
+    prompt_tokens: NonNegativeInt
+    completion_tokens: NotRequired[NonNegativeInt]
+
+
+class Text(TypedDict):
+    text: str
+    finish_reason: Literal["stop", "length"]
+    prompt_logprobs: NotRequired[list | None]
+
+
+class Completion(TypedDict):
+    choices: tuple[Text]
+    usage: Usage
+
+
+class Embedding(TypedDict):
+    index: int
+    embedding: tuple[FiniteFloat]
+
+
+class Embeddings(TypedDict):
+    data: list[Embedding]
+    usage: Usage
 
 
 class Server:
@@ -39,37 +71,45 @@ class Server:
         address, _, self.model = url.partition("#")
         if not self.model:
             raise UserError(f"{url}: name its model, URL#MODEL")
-        key = os.environ.get("OPENAI_API_KEY", "none")
+        key = os.environ.get("OPENAI_API_KEY") or "none"
         self.url = url
-        self.width = width or 64
-        self.client = openai.OpenAI(base_url=address, api_key=key, max_retries=TRIES)
+        self.room = asyncio.Semaphore(width or 64)  # requests at once
+        self.client = openai.AsyncOpenAI(base_url=address, api_key=key)
+        self.answered = False
 
-    def ask(self, method: Callable, **body: Any) -> Any:
-        """The reply of a method of the client. UserError with what the server says instead."""
+    async def ask(self, path: str, kind: type[R], **body: Any) -> R:
+        """The reply to a request, by its type. UserError with what the server says instead."""
         import openai
 
+        async def post(tries: int) -> Any:
+            options = {"body": {"model": self.model} | body, "options": {"max_retries": tries}}
+            async with self.room:
+                return await self.client.post(path, cast_to=object, **options)
+
+        away = openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError
         with as_user_error(self.url):
             try:
-                return method(**body)
+                try:
+                    reply = await post(1)
+                except away:
+                    if not self.answered:
+                        raise
+                    warn(f"{self.url}: is busy or away: waiting for it, ten minutes at most")
+                    reply = await post(TRIES)
+                self.answered = True
+                return TypeAdapter(kind).validate_python(reply)
             except openai.APIStatusError as error:
                 raise ValueError(f"status {error.status_code} {error.response.text}") from error
+            except ValidationError as error:
+                raise ValueError(f"it answers {reply}") from error
 
-    def complete(self, prompt: list[int], **options: Any) -> tuple[Any, Any]:
-        """The completion of a prompt of token ids, and what it read and wrote."""
-        body = {"model": self.model, "prompt": prompt, **options}
-        reply = self.ask(self.client.completions.create, **body)
-        (choice,) = reply.choices
-        tokens_read = reply.usage.prompt_tokens
-        if tokens_read != len(prompt) or choice.finish_reason not in ENDS:
-            raise UserError(f"{self.url}: reads {len(prompt)} tokens as {reply.usage}: {choice}")
-        return choice, reply.usage
-
-    def side_by_side(self, function: Callable, groups: list[list[tuple]]) -> list[list[Any]]:
-        """What the function gives for each tuple of arguments, in groups as these are."""
-        jobs = itertools.chain(*groups)
-        with ThreadPool(self.width) as pool:
-            values = iter(pool.starmap(function, jobs, chunksize=1))
-        return [[next(values) for _ in group] for group in groups]
+    async def complete(self, prompt: list[int], **options: Any) -> tuple[Text, int]:
+        """The completion of a prompt of token ids, and how many tokens it wrote."""
+        reply = await self.ask("/completions", Completion, prompt=prompt, **options)
+        usage = reply["usage"]
+        if usage["prompt_tokens"] != len(prompt):
+            raise UserError(f"{self.url}: reads {len(prompt)} tokens as {usage}")
+        return reply["choices"][0], usage.get("completion_tokens", 0)
 
 
 class Untold(UserError):
@@ -82,7 +122,6 @@ def check(
     """Ask a fixed question, whose answer the checkpoint's metadata have. UserError if the server's
     differs by more than `most`, or by ten times as much with --load-in: served in few bits."""
     fingerprint = meta_of(folder).get("fingerprint")
-    print(f"{server.url}: asking for a fixed text, for ten minutes at most", file=sys.stderr)
     try:
         (values,) = answer([QUESTION])
     except Untold as error:
@@ -110,13 +149,17 @@ class ServedPolicy:
         if self.chat.rendering.candidates == "valid":
             raise UserError("--server: the agent chooses by probabilities, which no server tells")
         self.server = Server(str(config.server), config.in_flight)
+        self.sample, self.likelihoods = Remote(self.texts), Remote(self.logprobs)
         check(self.server, folder, self.likelihoods, config, most=2.0)
 
-    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        jobs = [[(request, k) for k in range(request.n)] for request in requests]
-        return self.server.side_by_side(self.text, jobs)
+    async def texts(self, request: Sample) -> list[Candidate]:
+        return await asyncio.gather(*(self.text(request, k) for k in range(request.n)))
 
-    def text(self, request: Sample, k: int) -> Candidate:
+    async def logprobs(self, request: LogProb) -> list[float]:
+        state = request.state
+        return await asyncio.gather(*(self.likelihood(state, text) for text in request.actions))
+
+    async def text(self, request: Sample, k: int) -> Candidate:
         """Candidate k; each setting is named, else a default of the server's would act."""
         rendering = self.chat.rendering
         (noise,) = uniforms(1, self.seed, *request.key, k)
@@ -125,25 +168,20 @@ class ServedPolicy:
             "max_tokens": rendering.max_new_tokens,
             "stop": list(rendering.stop),
             "seed": int(noise * 2**31),
-            "extra_body": {"stop_token_ids": sorted(self.chat.stop_ids)},
+            "stop_token_ids": sorted(self.chat.stop_ids),
         }
         prompt = self.chat.prompt(request.state)
-        choice, usage = self.server.complete(prompt, **options)
-        action = self.chat.action_in(choice.text)
-        return Candidate(action, usage.completion_tokens, math.nan)
+        choice, written = await self.server.complete(prompt, **options | NEUTRAL)
+        if choice["finish_reason"] == "length":
+            warn(f"{self.server.url}: an action is cut at --max-new-tokens {options['max_tokens']}")
+        return Candidate(self.chat.action_in(choice["text"]), written, math.nan)
 
-    def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
-        """log pi(a | s) of texts, where the server tells log-probabilities of a prompt (vLLM)."""
-        jobs = [[(request.state, action) for action in request.actions] for request in requests]
-        return self.server.side_by_side(self.likelihood, jobs)
-
-    def likelihood(self, state: State, action: str) -> float:
-        """log pi(a | s) of one text, in nats."""
+    async def likelihood(self, state: State, action: str) -> float:
+        """log pi(a | s) of a text, in nats, where the server tells that of a prompt (vLLM)."""
         prompt = self.chat.prompt(state)
         ids = self.chat.action(action, state.task, len(prompt))
-        more = {"prompt_logprobs": 0}
-        choice, _ = self.server.complete(prompt + ids, max_tokens=1, extra_body=more)
-        logprobs = getattr(choice, "prompt_logprobs", None)
+        choice, _ = await self.server.complete(prompt + ids, max_tokens=1, prompt_logprobs=0)
+        logprobs = choice.get("prompt_logprobs")
         if not logprobs:
             raise Untold(f"{self.server.url}: tells no log-probabilities of a prompt, as vLLM does")
         of_tokens = zip(ids, logprobs[len(prompt) :], strict=True)
@@ -157,20 +195,16 @@ class ServedQNet:
         self.server = Server(url, config.in_flight)
         self.folder = Path(self.server.model)
         self.chat = load_chat(self.folder, config)
+        # Siblings are one call, so that one replica reads their prefix, once.
+        self.score = Remote(self.values)
         check(self.server, self.folder, self.score, config, most=0.02)
 
-    def score(self, requests: list[Score]) -> list[list[float]]:
-        """Siblings are one call, so that one replica reads their prefix, once."""
-        (values,) = self.server.side_by_side(self.values, [[(request,) for request in requests]])
-        return values
-
-    def values(self, request: Score) -> list[float]:
+    async def values(self, request: Score) -> list[float]:
         """The value at each text's last token: an embedding of one number."""
         texts = [self.chat.pair(request.state, action) for action in request.actions]
-        body = {"model": self.server.model, "input": texts}
-        reply = self.server.ask(self.server.client.embeddings.create, **body)
-        values = [e.embedding[0] for e in sorted(reply.data, key=lambda entry: entry.index)]
+        reply = await self.server.ask("/embeddings", Embeddings, input=texts)
+        values = [e["embedding"][0] for e in sorted(reply["data"], key=lambda e: e["index"])]
         tokens = sum(map(len, texts))
-        if reply.usage.prompt_tokens != tokens or not np.isfinite(values).all():
-            raise UserError(f"{self.server.url}: reads {reply.usage}, and gives {values}")
+        if reply["usage"]["prompt_tokens"] != tokens or len(values) != len(texts):
+            raise UserError(f"{self.server.url}: reads {reply['usage']}, and gives {values}")
         return values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import json
@@ -20,7 +19,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -331,12 +329,15 @@ def completion(text: str, end: str | None = "stop", read: int = 0, written: int 
     return {"object": "text_completion", "model": "first", "usage": usage, "choices": [choice]}
 
 
-def chat_completion(content: str, read: int = 0) -> dict:
-    """A reply to chat completions, whose tokens are words."""
-    written = len(content.split())
+def chat_completion(*contents: str | None, read: int = 0, end: str = "stop") -> dict:
+    """A reply to chat completions of one answer or several, whose tokens are words."""
+    written = sum(len((content or "").split()) for content in contents)
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
-    return {"object": "chat.completion", "model": "first", "usage": usage, "choices": [choice]}
+    choices = []
+    for index, content in enumerate(contents):
+        message = {"role": "assistant", "content": content}
+        choices.append({"index": index, "message": message, "finish_reason": end})
+    return {"object": "chat.completion", "model": "first", "usage": usage, "choices": choices}
 
 
 class FakeServer:
@@ -383,12 +384,12 @@ class FakeServer:
             return self.embeddings(body)
         if "prompt_logprobs" in body:
             return self.prompt_logprobs(body)
-        seed = body.get("seed", 0)
-        text = self.text.format(seed=seed, move=("left", "right")[seed % 2])
+        seeds = [body.get("seed", 0) + k for k in range(body.get("n", 1))]  # as vLLM's
+        texts = [self.text.format(seed=seed, move=("left", "right")[seed % 2]) for seed in seeds]
         if "messages" in body:
             words = sum(len(message["content"].split()) for message in body["messages"])
-            return chat_completion(text, read=words)
-        return completion(text, read=len(body["prompt"]))
+            return chat_completion(*texts, read=words)
+        return completion(*texts, read=len(body["prompt"]))
 
     @torch.inference_mode()
     def prompt_logprobs(self, body: dict) -> dict:
@@ -404,9 +405,8 @@ class FakeServer:
         """A QNet's value at each text's last token, the last text first."""
         entries = []
         for index, ids in enumerate(body["input"]):
-            value = np.array([float(self.qnet(input_ids=torch.tensor([ids]))[0, -1])], "<f4")
-            text = base64.b64encode(value.tobytes()).decode()
-            entries.append({"object": "embedding", "index": index, "embedding": text})
+            value = float(self.qnet(input_ids=torch.tensor([ids]))[0, -1])
+            entries.append({"object": "embedding", "index": index, "embedding": [value]})
         read = sum(map(len, body["input"]))
         usage = {"prompt_tokens": read, "total_tokens": read}
         return {"object": "list", "data": entries[::-1], "model": body["model"], "usage": usage}
@@ -424,6 +424,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.connection.shutdown(socket.SHUT_RDWR)
         data = json.dumps(body).encode()
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

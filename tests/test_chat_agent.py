@@ -1,16 +1,26 @@
 """Q-guided search for a chat model, and trees that it grows: on a fake server, with QNets of random weights."""
 
+import functools
+import json
+import operator
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 from fakes import FakeEnv, FakeServer, chat_completion, tiny_lm, word_chat
 
 import bellman
 import train_qnet
 from integrations import chat_agent, chat_trees
+from integrations.chat_agent import readable
 from qlass import UserError
 from qlass.batching import Score
 from qlass.files import meta_of, read_jsonl
 from qlass.messages import State, start, step
 from train_qnet import QNet
+
+PAGE = Path(__file__).parents[1] / "docs" / "tools.md"
 
 
 @pytest.fixture
@@ -61,22 +71,32 @@ def test_tokens_of_both_models_are_counted(fake, tmp_path, value_net):
     line = played(fake, tmp_path, "--method", "qlass", "--qnet", str(value_net), "-M", "3")[0]
     # "walk", "OK", "you stand at start"; then also "Action: right" and "Observation: you stand at start right"
     words = [6, 6 + 2 + 6, 6 + 2 + 6 + 2 + 7]
-    assert line["usage"] == {"prompt": 3 * sum(words), "generated": 3 * 3 * 2}
+    assert line["usage"] == {"prompt": sum(words), "generated": 3 * 3 * 2}  # three answers to one request
+    assert [body.get("n") for body in fake.seen] == [None, *[3] * 6]
     # QNet reads "walk" and the pages, each with <user> and <agent>, and of each action three tokens.
     scored = 3 + 6 + 8 + 9 + 3 * 3
     assert line["tokens"] == {"prompt": words[-1], "generated": 3 * 3 * 2, "scored": scored}
 
 
-def test_a_stopped_search_goes_on_and_more_methods_join_it(fake, tmp_path, value_net):
+def test_no_answer_is_asked_for_twice(fake, tmp_path, value_net):
+    """Not after a stop or a kill, by another method, or for the same lines again."""
     fake.script += [fake.well] * 4 + [400]
     flags = ("--method", "sample", "--in-flight", "1")
     with pytest.raises(UserError, match=fake.url):
         played(fake, tmp_path, *flags)
+    file = tmp_path / "answers.results_first.jsonl"
+    file.write_bytes(file.read_bytes()[:-9])  # a kill cuts what it writes
     first = len(fake.seen)
     lines = played(fake, tmp_path, *flags)
-    assert len(fake.seen) == first + 1 + lines[1]["n_steps"]  # the model's name; the first task was done
+    steps = sum(line["n_steps"] for line in lines)
+    assert first == 5 and len(fake.seen) == first + 1 + steps - 2  # the model's name; two answers were there
+    assert played(fake, tmp_path, *flags) == lines and len(fake.seen) == first + 1 + steps - 2 + 1
+    again = played(fake, tmp_path, *flags, "--overwrite")
+    assert [line | {"seconds": 0} for line in again] == [line | {"seconds": 0} for line in lines]
+    assert len(fake.seen) == first + 1 + steps - 2 + 2
     more = played(fake, tmp_path, "--method", "sample", "qlass", "--qnet", str(value_net))
-    assert more[:2] == lines and len(more) == 4
+    assert more[:2] == again and len(more) == 4
+    assert fake.seen[first + 1 + steps - 2 + 3].get("n") is None  # of two answers the first was there
     with pytest.raises(UserError, match=r"begun with temperature None, not 0\.5"):
         played(fake, tmp_path, *flags, "--temperature", "0.5")
     with pytest.raises(UserError, match="qnet: no such"):
@@ -84,9 +104,41 @@ def test_a_stopped_search_goes_on_and_more_methods_join_it(fake, tmp_path, value
     fake.script += [chat_completion("Hello") | {"model": "other"}]
     with pytest.raises(UserError, match="begun with model first, not other"):
         played(fake, tmp_path, *flags)
-    fake.script += [chat_completion("Hello"), chat_completion("Action: right") | {"model": "other"}]
+    other = [chat_completion("Hello"), chat_completion("Action: right", read=6) | {"model": "other"}]
+    fake.script += other
     with pytest.raises(UserError, match="it answered as first, and now as other"):
-        played(fake, tmp_path, *flags, "--overwrite")
+        played(fake, tmp_path / "new", *flags)
+    fake.script += [400]  # nothing is claimed by a request that failed
+    with pytest.raises(UserError, match="400"):
+        played(fake, tmp_path / "new", *flags)
+    assert played(fake, tmp_path / "new", *flags, "--temperature", "0.5")
+
+
+@pytest.mark.parametrize("body", ["{}", '{"n": null}'])
+def test_a_server_that_gives_one_answer_to_a_request_for_several(fake, tmp_path, body):
+    fake.well, well = lambda asked: well(asked | {"n": 1}), fake.well
+    lines = played(fake, tmp_path, "--method", "random", "-M", "3", "--body", body)
+    steps = sum(line["n_steps"] for line in lines)
+    assert len(fake.seen) == 1 + 3 * steps
+    assert all(("n" in asked) == (body == "{}") for asked in fake.seen[1:2])
+    assert len({asked["seed"] for asked in fake.seen[1:]}) == 3 * steps
+
+
+def test_answers_are_bounded_and_paid(fake, tmp_path, capsys):
+    flags = ("--method", "sample", "--in-flight", "1", "--price", "2", "1000000")
+    with pytest.raises(UserError, match="--max-answers 3: no more are asked for"):
+        played(fake, tmp_path, *flags, "--max-answers", "3")
+    assert len(fake.seen) == 1 + 3
+    assert "at most 10 answers (2 tasks, 5 steps, 1 for" in capsys.readouterr().err
+    lines = played(fake, tmp_path, *flags)
+    asked = sum(line["n_steps"] for line in lines)
+    assert len(fake.seen) == 1 + 1 + asked  # the model's name twice
+    for line in lines:
+        usage = line["usage"]
+        assert usage["cost"] == pytest.approx(usage["prompt"] * 2e-6 + usage["generated"])
+    told = json.loads(capsys.readouterr().out.partition("billed: ")[2])
+    assert told["answers"] == told["requests"] == asked - 3
+    assert told["cost"] == pytest.approx(told["prompt"] * 2e-6 + told["generated"], abs=1e-5)
 
 
 def test_demonstrations_of_the_type_stand_in_front_of_the_task(fake, tmp_path, monkeypatch):
@@ -104,25 +156,124 @@ def test_demonstrations_of_the_type_stand_in_front_of_the_task(fake, tmp_path, m
 
 
 def test_more_fields_of_a_request_and_fields_left_out(fake, tmp_path):
-    body = '{"stop": null, "max_tokens": null, "max_completion_tokens": 9, "top_k": 5}'
+    body = '{"max_tokens": null, "max_completion_tokens": 9, "top_k": 5}'
     played(fake, tmp_path, "--method", "greedy", "--body", body)
     asked = fake.seen[1]
     assert not {"stop", "max_tokens"} & asked.keys()
     assert (asked["max_completion_tokens"], asked["top_k"]) == (9, 5)
+    for wrong in ("{max", "[1]", "1"):
+        with pytest.raises(UserError, match="is no JSON object"):
+            played(fake, tmp_path / "wrong", "--body", wrong)
+
+
+def as_a_reasoning_model(fake):
+    """OpenAI's rules for these."""
+    well = fake.well
+
+    def answer(body: dict) -> dict | int:
+        refused = {"max_tokens", "stop", "top_p", "top_k", "min_p", "n"} & body.keys() or body.get(
+            "temperature", 1
+        ) != 1
+        return 400 if refused or not all(message["content"] for message in body["messages"]) else well(body)
+
+    return answer
+
+
+def test_the_page_asks_a_reasoning_model_for_what_it_takes(fake, tmp_path, value_net):
+    fake.well = as_a_reasoning_model(fake)
+    with pytest.raises(UserError, match="status 400"):
+        played(fake, tmp_path)
+    (command,) = re.findall(r"(?s)(--method[^`]*?--body '[^`]*?)\n\n", PAGE.read_text())
+    flags = shlex.split(command.replace("\\\n", " "))
+    body, methods = flags[flags.index("--body") + 1], flags[flags.index("--method") + 1 : flags.index("--body")]
+    lines = played(fake, tmp_path, "--qnet", str(value_net), "--body", body, "--method", *methods)
+    assert (
+        len(lines) == 2 * len(methods) and meta_of(tmp_path / "results_first.jsonl")["protocol"]["temperature"] is None
+    )
+    with pytest.raises(UserError, match="greedy is at temperature 0, and --body names another"):
+        played(fake, tmp_path / "greedy", "--body", body)
 
 
 def test_a_server_that_cuts_prompts_is_told(fake, tmp_path):
-    fake.script += [chat_completion("Action: right", read=6)] * 5
+    fake.script += [chat_completion("Action: right", read=6)] * 8
     with pytest.raises(UserError, match="reads 6 tokens of a prompt, and 6 of the shorter one before"):
         played(fake, tmp_path, "--method", "greedy")
+    fake.script += [chat_completion("Action: right", read=6)] * 20
+    with pytest.raises(UserError, match="reads 6 tokens of a prompt, and 6 of the shorter one before"):
+        chat_trees.main(["--run", str(tmp_path), "--server", fake.url, "--limit", "1"])
 
 
-@pytest.mark.parametrize(("text", "action"), [("<think>Action: right", ""), ("I go right.", "I go right.")])
-def test_an_answer_without_an_action_is_played_and_told(fake, tmp_path, capsys, text, action):
-    fake.text = text
+FORMS = [
+    "Thought: I go right.\nAction: right",
+    "<think>Action: left</think>Action: right",
+    "Action: right\nObservation: you win\nAction: left",
+    "Thought: it says\nObservation: you are here\nAction: right",
+    "Thought: first\n---\nAction: right",
+    "right",
+    "`right`.",
+    "**Action:** right",
+    "**Action**: right",
+    "Action: `right`",
+    'Action: "right"',
+    "Action: **right**",
+    "Action: right.",
+    "Action: right\n\nThis action is the one that leads to the purse.",
+    "Action:\n```\nright\n```",
+    "action: right",
+    "### Action\nright",
+    '{{"thought": "to the right", "action": "right"}}',
+    '```json\n{{"action": "right"}}\n```',
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_action_is_found_in_the_forms_that_chat_models_write(fake, tmp_path, form, capsys):
+    fake.text = form
+    lines = played(fake, tmp_path, "--method", "greedy", "--limit", "1")
+    assert lines[0]["reward"] == 1 and lines[0]["unknown_actions"] == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_what_a_chat_model_wrote_is_played(fake):
+    """No mark ends an action's own lines, and none is taken away from what the environment knows."""
+    for action in ("write\n---\nname: x\n---", "say *hello*."):
+        assert readable(f"Action: {action}", functools.partial(operator.eq, action)) == (f"Action: {action}", True)
+    assert readable("Action: say *hello*.", lambda action: False) == ("Action: say *hello*.", False)
+
+
+UNCLEAR = 'answers have no action, or several lines "Action:"'
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "action", "told"),
+    [
+        ("<think>Action: right", "length", "", "answers were cut at their limit: --max-new-tokens"),
+        ("I go right.", "stop", "I go right.", UNCLEAR),
+        ("Action: left\nAction: right", "stop", "Action: left\nAction: right", UNCLEAR),
+        (None, "content_filter", "", "answers were refused or filtered"),
+    ],
+)
+def test_an_answer_that_is_not_as_it_should_be_is_played_and_told(fake, tmp_path, capsys, text, end, action, told):
+    fake.well = lambda body: chat_completion(text, end=end, read=sum(map(len, map(str, body["messages"]))))
     first, second = played(fake, tmp_path, "--method", "greedy")
     assert {step["action"] for step in first["steps"]} == {action}
-    assert f'{first["n_steps"] + second["n_steps"]} answers have no "Action:"' in capsys.readouterr().err
+    assert f"{first['n_steps'] + second['n_steps']} {told}" in capsys.readouterr().err
+
+
+def test_an_answer_of_nothing_stops_the_run(fake, tmp_path):
+    fake.script += [chat_completion(None, read=6)]
+    with pytest.raises(UserError, match=f"^{fake.url}: it answers nothing"):
+        played(fake, tmp_path)
+
+
+def test_a_doubt_is_told_early(fake, tmp_path, capsys):
+    fake.text = "I walk on."
+    played(fake, tmp_path, "--method", "random", "-M", "2", "--limit", "3")
+    told = capsys.readouterr().err
+    assert "knows no action of the first 20 answers, such as 'I walk on.'" in told
+    fake.text = "Action: left"
+    played(fake, tmp_path / "more", "--method", "random", "-M", "2", "3", "--limit", "6")
+    assert "all answers to a prompt were alike, 20 times" in capsys.readouterr().err
 
 
 def test_a_qnet_learns_on_a_backbone_from_the_trees_of_a_chat_model_and_guides_it(fake, tmp_path):
@@ -134,6 +285,9 @@ def test_a_qnet_learns_on_a_backbone_from_the_trees_of_a_chat_model_and_guides_i
     chat_trees.main([*run, "--server", fake.url, "--limit", "3", "--rollouts", "4"])
     roots = [node for node in read_jsonl(tmp_path / "run" / "trees.jsonl") if node["parent_id"] is None]
     assert [root["task_id"] for root in roots] == FakeEnv().task_ids("train")[:-4:-1]
+    meta = meta_of(tmp_path / "run" / "trees.jsonl")
+    assert meta["usage"]["requests"] == len(fake.seen) - 1 <= meta["usage"]["answers"]
+    assert meta["usage"]["generated"] == 6 * meta["usage"]["answers"]
     bellman.main(run)
     train_qnet.main([*run, "--sft", "backbone"])
     assert meta_of(tmp_path / "run" / "qnet")["recipe"]["epochs"] == 2  # the paper's, not the tiny model's

@@ -1,11 +1,12 @@
 """The agent or QNet on a server: against a fake one that is busy, fails, lies, or has other weights."""
 
+import asyncio
 import math
 import signal
 import threading
 import time
+from collections.abc import Coroutine
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from fakes import FakeServer, completion, save_agent, settings_of, tiny_backbone
 import q_search
 from qlass import UserError
 from qlass.agent import load_agent
-from qlass.batching import LogProb, Sample, Score
+from qlass.batching import LogProb, Sample, Score, drive, event_loop
 from qlass.files import meta_of, meta_path, read_jsonl, sha256, write_json
 from qlass.messages import State
 from qlass.policy import QUESTION, Policy
@@ -36,7 +37,11 @@ def request(n: int = 1, key: tuple = ("t", 0)) -> Sample:
 def pauses(monkeypatch):
     """No test sleeps: the seconds between tries."""
     seconds = []
-    monkeypatch.setattr("openai._base_client.time", SimpleNamespace(**vars(time) | {"sleep": seconds.append}))
+
+    async def sleep(pause: float) -> None:
+        seconds.append(pause)
+
+    monkeypatch.setattr("openai._base_client.anyio.sleep", sleep)
     return seconds
 
 
@@ -66,6 +71,10 @@ def agent_on(fake: FakeServer, sft: Path, **settings: Any) -> ServedPolicy:
     return policy
 
 
+def answer(waiting: Coroutine) -> Any:
+    return asyncio.run_coroutine_threadsafe(waiting, event_loop()).result()
+
+
 def texts(policy: ServedPolicy, *requests: Sample) -> list[str]:
     return [c.text for drawn in policy.sample(list(requests)) for c in drawn]
 
@@ -88,6 +97,10 @@ def test_a_candidate_is_one_completion_of_token_ids(fake, sft):
             "temperature": 0.8,
             "stop": [],
             "stop_token_ids": [CHAT.stop_id],
+            "top_p": 1,  # else those of the model's generation_config.json
+            "top_k": -1,
+            "min_p": 0,
+            "repetition_penalty": 1,
         }
     assert len(set(first)) == 3 and texts(policy, request(2)) == first[:2]
     other = agent_on(fake, sft, seed=1)
@@ -127,7 +140,13 @@ def test_an_agent_that_chooses_is_not_served(fake, tmp_path):
 FAULTS = [  # no text may come from these
     completion("Action: left", read=3),  # a short context, or another model
     completion("", None, LENGTH),  # not finished
+    completion("", "abort", LENGTH),
     completion("", "content_filter", LENGTH),
+    completion(None, "stop", LENGTH),
+    completion("Action: left", read=LENGTH) | {"choices": []},
+    completion("Action: left", read=LENGTH) | {"usage": None},
+    {"error": {"message": "no endpoint", "code": 404}},  # a router's, with status 200
+    "not JSON's object",
     404,
     400,
 ]
@@ -137,28 +156,65 @@ FAULTS = [  # no text may come from these
 def test_a_reply_that_is_none_stops_the_run(fake, sft, pauses, reply):
     policy = agent_on(fake, sft)
     fake.script += [reply]
-    with pytest.raises(UserError, match=fake.url) as error:
+    with pytest.raises(UserError, match=f"^{fake.url}: ") as error:
         policy.sample([request()])
     assert len(fake.seen) == 1 and not pauses and "\n" not in str(error.value)
     assert reply not in (400, 404) or str(error.value).endswith(f'{reply} {{"detail": "not now"}}')
+    assert not isinstance(reply, dict) or "error" not in reply or "no endpoint" in str(error.value)
 
 
 @pytest.mark.parametrize("failure", [429, 503, 0])
-def test_a_server_that_is_busy_or_away_is_waited_for(fake, sft, pauses, failure):
+def test_a_server_that_has_answered_is_waited_for(fake, sft, pauses, failure, capsys):
     policy = agent_on(fake, sft)
     first = texts(policy, request())
     fake.script += [failure] * 5
-    assert texts(policy, request()) == first and len(fake.seen) == 7 and len(pauses) == 5
-    fake.script += [failure] * (TRIES + 1)
+    assert texts(policy, request()) == first and len(fake.seen) == 7 and len(pauses) == 4
+    assert capsys.readouterr().err.count("waiting for it, ten minutes at most") == 1
+    fake.script += [failure] * (TRIES + 3)
     with pytest.raises(UserError, match=fake.url) as error:
         policy.sample([request()])
     assert not fake.script and 400 < sum(pauses[5:]) < 660 and "\n" not in str(error.value)
 
 
-def test_nobody_there_is_told_in_one_line(pauses):
-    with pytest.raises(UserError, match=r"^http://127.0.0.1:9/v1#m: Connection error") as error:
-        Server("http://127.0.0.1:9/v1#m").complete([1])
-    assert len(pauses) == TRIES and "\n" not in str(error.value)
+@pytest.mark.parametrize("failure", [429, 503, 0])
+def test_a_server_that_has_never_answered_is_tried_twice(fake, pauses, failure):
+    fake.script += [failure] * 9
+    with pytest.raises(UserError, match=f"^{fake.url}: ") as error:
+        answer(Server(fake.url).complete([1]))
+    assert len(fake.seen) == 2 and len(pauses) == 1 and "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"^http://127.0.0.1:9/v1#m: Connection error"):
+        answer(Server("http://127.0.0.1:9/v1#m").complete([1]))
+
+
+def test_a_player_waits_for_no_other(fake, sft):
+    """One whose answer does not come until all others have ended, each step of whom a local model scores."""
+    policy, others_end = agent_on(fake, sft), threading.Event()
+    scored: list[int] = []
+
+    def slow(body: dict) -> dict:
+        assert others_end.wait(20)
+        return fake.well(body)
+
+    def score(requests: list[Score]) -> list[list[float]]:
+        scored.append(len(requests))
+        return [[0.0]] * len(requests)
+
+    async def episode(player: int) -> tuple[int, list[str]]:
+        drawn = []
+        for step in range(3):
+            (candidate,) = await request(1, (player, step))
+            drawn.append(candidate.text)
+            await Score(STATE, (candidate.text,))
+        return player, drawn
+
+    fake.script += [slow]
+    played = {}
+    for player, drawn in drive(map(episode, range(5)), {Sample: policy.sample, Score: score}, 3):
+        played[player] = drawn
+        if len(played) == 4:
+            others_end.set()
+    assert len(played) == 5 and sum(scored) == 15
+    assert all(played[i] == [texts(policy, request(1, (i, t)))[0] for t in range(3)] for i in range(5))
 
 
 def test_ctrl_c_stops_at_once(fake, sft):
@@ -242,13 +298,13 @@ def test_a_served_qnet_gives_the_local_values_and_no_others(fake, qnet):
     def not_finite(body: dict) -> dict:
         reply = fake.embeddings(body)
         for entry in reply["data"]:
-            entry["embedding"] = "AACAfw=="  # inf
+            entry["embedding"] = [math.inf]
         return reply
 
     usage = {"prompt_tokens": 7, "total_tokens": 7}
     fake.script += [lambda body: fake.embeddings(body) | {"usage": usage}, not_finite]
-    for _ in range(2):
-        with pytest.raises(UserError, match="reads"):
+    for words in ("reads", "answers"):
+        with pytest.raises(UserError, match=words):
             served.score([siblings])
 
 
