@@ -39,7 +39,7 @@ import envs
 from qlass import UserError, demonstrations
 from qlass.batching import Sample, ask, drive
 from qlass.chat import Rendering
-from qlass.demonstrations import Demonstration
+from qlass.demonstrations import Demonstration, replay_all
 from qlass.files import Inputs
 from qlass.messages import State, parse_action, replay, start, step
 from qlass.outputs import Output, find_or_make
@@ -143,7 +143,7 @@ class Explorer:
             await self.process_queue(queue, before_expert)  # lines 4-10
             tau = demonstrations.get(self.task_id)
             self.env.max_steps = limit  # the expert's, too
-            branch = self.add_demonstration(root, tau.actions if tau else None)  # line 11
+            branch = self.add_demonstration(root, tau.state.actions if tau else None)  # line 11
             self.env.max_steps = None
             # In front of the queue: at its end, the bound would never let them come up.
             queue.extendleft(reversed(branch))  # line 12
@@ -295,6 +295,8 @@ def build(
     path = config.out or config.run / "trees.jsonl"
     trees = Output(path, config, config.recipe() | env.settings, inputs, itemgetter("task_id"))
     if todo := trees.todo(tasks):
+        if not config.no_expert:
+            replay_all(filter(None, map(demonstrations.get, todo)), env)
         agent = load()
 
         async def tree_of(task_id: str) -> list[dict]:

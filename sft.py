@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import envs
 from qlass import UserError, demonstrations, models, training
-from qlass.chat import Chat, Rendering
+from qlass.chat import Chat, Rendering, any_of
 from qlass.demonstrations import Demonstration
 from qlass.files import Inputs, warn
 from qlass.messages import State
@@ -56,20 +56,37 @@ def hold_out_tasks(expert: list[Demonstration]) -> tuple[list[Demonstration], li
 
     At least 16 tasks are held out; of fewer than 64, none.
     """
-    tasks = list(dict.fromkeys(demonstration.observation for demonstration in expert))
+    of_task = [(line.state.observations[0].strip(), line) for line in expert]
+    tasks = list(dict(of_task))
     n = max(16, len(tasks) // 20) if len(tasks) >= 64 else 0
     held_out = {tasks[i * len(tasks) // n] for i in range(n)}
-    learned = [tau for tau in expert if tau.observation not in held_out]
-    return learned, [tau for tau in expert if tau.observation in held_out]
+    training_part = [line for task, line in of_task if task not in held_out]
+    return training_part, [line for task, line in of_task if task in held_out]
 
 
-def refuse_controls(expert: list[Demonstration], chat: Chat) -> None:
-    """UserError for an answer in which a chat template was written before: the agent would learn
-    its control tokens as letters."""
-    for number, tau in enumerate(expert, 1):
-        for _, text in tau.state.messages[1::2]:
-            if control := chat.controls.search(text):
-                raise UserError(f"demonstration {number}: remove {control[0]} from its answers")
+def refuse_answers(expert: list[Demonstration], chat: Chat) -> None:
+    """UserError for an answer in which a chat template was written before, as the agent would learn
+    its control tokens as letters, and for one with a text at which the agent's answers end."""
+    stops = any_of(chat.rendering.stop)
+    for number, demonstration in enumerate(expert, 1):
+        for _, text in demonstration.state.messages[1::2]:
+            if found := chat.controls.search(text) or stops.search(text.strip()):
+                raise UserError(f"demonstration {number}: remove {found[0]!r} from its answers")
+
+
+def refuse_cut(expert: list[Demonstration], chat: Chat, limit: int) -> None:
+    """UserError if a first action ends beyond `limit` tokens; a warning counts the demonstrations
+    that lose later ones."""
+    lost = 0
+    for number, state in enumerate((line.state for line in expert), 1):
+        ends = state.opening + 2, len(state.messages)
+        first, last = (sum(map(len, chat.message_tokens(state.prefix(n)))) for n in ends)
+        if first > limit:
+            problem = f"demonstration {number}: its first action ends at token {first:,}, and"
+            raise UserError(f"{problem} {limit:,} are read (--max-tokens, or the model's context)")
+        lost += last > limit
+    if lost:
+        warn(f"{lost} of {len(expert)} demonstrations lose their last actions: {limit:,} tokens")
 
 
 NO_TARGET = -100  # the label of a token that the agent reads and does not write
@@ -212,10 +229,12 @@ def load(
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:
         model, chat = models.load(start, config, train=not config.lora)
-    refuse_controls(expert, chat)
+    refuse_answers(expert, chat)
+    if config.expert:
+        demonstrations.refuse_openings(expert, env)
+        demonstrations.replay_all(expert, env)
     chat.rendering.candidates = config.candidates
-    # Prompts at inference begin as these demonstrations do. Without an agreement the instruction is
-    # not told from the first observation: then the environment's own stands.
+    # Prompts at inference begin as these demonstrations do.
     (_, instruction), (_, agreement), *_ = expert[0].state.messages
     agreed = expert[0].state.opening
     chat.rendering.agreement = agreement if agreed else ""
@@ -238,15 +257,14 @@ def main(argv: list[str] | None = None) -> None:
         return
     model, chat = load(config, env, expert, start)
     limit = int(min(config.max_tokens, chat.context))
+    refuse_cut(expert, chat, limit)
     learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out_tasks(expert))
-    if not learned:
-        raise UserError(f"no demonstration has an action within {limit} tokens (--max-tokens)")
     adapter = models.prepare_training(model, config, chat.stop_id)
     train(model, learned, validation, config, log)
     log.load_best()
     figures = log.finish(
         lambda: models.save(model, chat, out, config, adapter),
-        tasks=sorted({tau.task_id for tau in expert if tau.task_id}),
+        tasks=sorted({line.task_id for line in expert if line.task_id}),
         ends=end_share(model, learned[:32], chat.stop_id),
         fingerprint=Policy(model, chat).likelihoods([QUESTION])[0],
     )

@@ -91,7 +91,7 @@ def loss_of(model: Any, examples: list[Example]) -> torch.Tensor:
 def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
-    path = config.expert or demonstrations.collect(env, config)
+    path = config.expert or demonstrations.collect(env, config, config.n_expert)
     expert = demonstrations.read(path, env, config.n_expert)
     inputs: Inputs = {"expert": path}
     start = None
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     log.load_best()
     log.finish(
         lambda: models.save(model, chat, out, config, adapter),
-        tasks=sorted({tau.task_id for tau in expert if tau.task_id}),
+        tasks=sorted({line.task_id for line in expert if line.task_id}),
         fingerprint=Policy(model, chat).likelihoods([QUESTION])[0],
     )
 

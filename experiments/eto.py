@@ -94,7 +94,7 @@ def failures(
         gain = line["reward"] - shown.reward
         if abs(gain) > 1e-6:  # a published file may hold rounded ones
             pair = (own, shown) if gain > 0 else (shown, own)
-            yield Preference(*(decisions(env, rendering, task_id, side.actions) for side in pair))
+            yield Preference(*(decisions(env, rendering, task_id, side.state.actions) for side in pair))
 
 
 def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Iterator[Preference]:
@@ -104,7 +104,7 @@ def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Itera
         worse = [pair.action for pair in family if best.q - pair.q > GAP]
         if worse:
             shown = Demonstration(tree[0]["task_id"], best.state.extended(best.action, ""))
-            win = decisions(env, rendering, shown.task_id, shown.actions)[-1]
+            win = decisions(env, rendering, shown.task_id, shown.state.actions)[-1]
             for action in worse:
                 valid = win.valid and (*win.valid, action)
                 yield Preference([win], [dataclasses.replace(win, action=action, valid=valid)])

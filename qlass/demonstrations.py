@@ -4,8 +4,10 @@ ETO publishes `conversations` of {"from", "value"}, as a JSON list; ours are `me
 docs/files.md shows a line of each.
 """
 
-import functools
+import contextlib
 import itertools
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -13,11 +15,12 @@ from typing import Any
 
 from qlass import UserError, records
 from qlass.files import input_of, meta_of, warn
-from qlass.messages import State, replay
+from qlass.messages import State, parse_action, replay, start
 from qlass.outputs import Output
 from qlass.settings import Run
 
-ROLES = {"human": "user", "gpt": "assistant"}  # ETO's and ours
+# Those that are read, and two of ETO's, by which it names a task.
+FIELDS = {*records.DemonstrationLine.__annotations__, "conversations", "id", "game_file"}
 
 
 @dataclass(frozen=True)
@@ -28,23 +31,6 @@ class Demonstration:
     state: State
     reward: float | None = None
     source: str = "expert"  # "policy": self-training has added a trajectory of the agent's
-
-    @property
-    def actions(self) -> tuple[str, ...]:
-        return self.state.actions
-
-    @property
-    def observation(self) -> str:
-        """The first one."""
-        return self.state.observations[0].strip()
-
-
-def opening_of(messages: list[dict]) -> int:
-    """`State.opening` of a demonstration: 2 if the agent's first words, such as "OK", are no action
-    yet, else 0."""
-    answers = [turn["content"] for turn in messages[1::2]]
-    acts = ["Action:" in text for text in answers]
-    return 2 * (answers[:1] == ["OK"] or (any(acts) and not acts[0]))
 
 
 def demonstrate(env: Any, task_id: str) -> dict:
@@ -68,40 +54,77 @@ def collect(env: Any, config: Run, most: int | None) -> Path:
 
 def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     """The first `most` demonstrations of a file."""
-    convert = functools.partial(in_our_layout, env)
-    lines: Any = itertools.islice(records.read(path, records.Demonstration, convert), most)
     expert: list[Demonstration] = []
     unread: set[str] = set()
+    lines: Any = itertools.islice(records.read(path, records.DemonstrationLine), most)
     for line in lines:
-        unread |= line.keys() - records.Demonstration.__annotations__
+        unread |= line.keys() - FIELDS
+        if "conversations" in line:
+            line.setdefault("task_id", env.published_id(line))
+        for turn in line["messages"]:
+            turn["content"] = env.in_own_words(turn["content"])
         opening = opening_of(line["messages"])
         state = State.load(line["messages"], line.get("task", ""), opening)
         source = line.get("source", "expert")
         expert.append(Demonstration(line.get("task_id"), state, line.get("reward"), source))
-        if not expert[-1].actions:
+        if not state.actions:
             raise UserError(f"{path}: demonstration {len(expert)} has no action")
     if not expert:
         raise UserError(f"{path}: holds no demonstration")
     if unread:
         warn(f"{path}: {', '.join(sorted(unread))} is not read (an outcome is a `reward`)")
-    if unnamed := [tau for tau in expert if tau.task_id is None]:
-        warn(f"{path}: {len(unnamed)} have no task_id, so they may be of test tasks")
+    train = {*env.split_ids("train")}
+    if others := [line.task_id for line in expert if line.task_id not in train]:
+        found = f"{path}: {len(others)} have no task_id of a training task (the first: {others[0]})"
+        warn(f"{found}, so they may be of test tasks")
     return expert
 
 
-def in_our_layout(env: Any, line: dict) -> dict:
-    """A line of ours, or of ETO's, in our layout and the environment's words."""
-    if "conversations" in line:
-        messages = []
-        for turn in line["conversations"]:
-            role = ROLES.get(turn["from"], turn["from"])
-            messages.append({"role": role, "content": turn["value"]})
-        line = {"task_id": env.published_id(line), "messages": messages}
-    elif "messages" not in line:
-        raise ValueError("neither messages, as ours, nor conversations, as ETO's")
-    for turn in line["messages"]:
-        turn["content"] = env.in_own_words(turn["content"])
-    return line
+def opening_of(messages: list[dict]) -> int:
+    """`State.opening` of a demonstration: 2 if the agent's first words, such as "OK", are no action
+    yet, else 0."""
+    answers = [turn["content"] for turn in messages[1::2]]
+    acts = ["Action:" in text for text in answers]
+    return 2 * (answers[:1] == ["OK"] or (any(acts) and not acts[0]))
+
+
+def refuse_openings(expert: list[Demonstration], env: Any) -> None:
+    """UserError unless demonstrations begin with one instruction and agreement or, without one, as
+    the environment begins their tasks: an agent is asked in the words in which it was cloned."""
+    first, train = expert[0].state, {*env.split_ids("train")}
+    fork = env.fork()
+    fork.agreement = ""
+    for number, demonstration in enumerate(expert, 1):
+        task, begin = str(demonstration.task_id), demonstration.state.messages[: first.opening or 1]
+        expected = first.messages[: first.opening]
+        if not first.opening and task in train:
+            expected = start(fork, task).messages
+        if begin != expected:
+            found = f"demonstration {number} begins with {[text[:60] for _, text in begin]}"
+            rule = f"all begin with one instruction and agreement, or as {env.name} begins the task"
+            raise UserError(f"{found}: {rule} (let the goal stand in the observation)")
+    fork.close()
+
+
+def replay_all(expert: Iterable[Demonstration], env: Any) -> None:
+    """Play the demonstrations of training tasks again, and warn of those that earn another reward
+    than the recorded one, or of which the environment knows no action."""
+    fork, train = env.fork(), {*env.split_ids("train")}
+    strange: list[Any] = []
+    for demonstration in (line for line in expert if line.task_id in train):
+        actions, known, reward = demonstration.state.actions, False, math.inf
+        moves = replay(fork, str(demonstration.task_id), actions)
+        with contextlib.suppress(UserError):  # the episode ends before the last action
+            for action, _ in zip(actions, moves, strict=False):
+                known = known or fork.knows(parse_action(action))
+            reward = next(moves).reward
+        recorded = reward if demonstration.reward is None else demonstration.reward
+        if not known or abs(reward - recorded) > 0.01:
+            strange.append(demonstration.task_id)
+    fork.close()
+    if strange:
+        fault = f"earn another reward here, or have no action that {env.name} knows"
+        warn(f"{len(strange)} demonstrations {fault}, such as that of task {strange[0]}")
 
 
 def demonstrations_of(checkpoint: Path) -> tuple[Path | None, int | None]:
@@ -123,10 +146,11 @@ def by_task(
         warn(f"{sft}: its demonstrations are not at hand (--expert)")
         return None, {}
     best: dict[str, Demonstration] = {}
-    for tau in read(path, env, most):
-        if tau.task_id is None:
+    for demonstration in read(path, env, most):
+        task = demonstration.task_id
+        if task is None:
             continue
-        other = best.setdefault(tau.task_id, tau)
-        if tau.source != "policy" and (tau.reward or 0) > (other.reward or 0):
-            best[tau.task_id] = tau
+        other = best.setdefault(task, demonstration)
+        if demonstration.source != "policy" and (demonstration.reward or 0) > (other.reward or 0):
+            best[task] = demonstration
     return path, best

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
+    BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
@@ -28,26 +30,47 @@ class Line(TypedDict):
     """Of any file."""
 
 
-class Turn(Line):
-    role: Literal["user", "assistant"]
-    content: str
+ROLES = {"human": "user", "gpt": "assistant"}  # ETO's and ours
+
+
+def without_empty_fields(turn: Any) -> Any:
+    """A message without null fields and empty lists, which tables of a data set write."""
+    if isinstance(turn, dict):
+        return {name: value for name, value in turn.items() if value not in (None, [])}
+    return turn
+
+
+@with_config(ConfigDict(extra="forbid"))  # nobody would read a tool call
+class Turn(TypedDict):
+    role: Annotated[
+        Literal["user", "assistant", "human", "gpt"],
+        AfterValidator(lambda role: ROLES.get(role, role)),
+        Field(validation_alias=AliasChoices("role", "from")),
+    ]
+    content: Annotated[str, Field(validation_alias=AliasChoices("content", "value"))]
 
 
 def in_turns(messages: list[Turn]) -> list[Turn]:
-    """ValueError unless user and assistant speak in turns, the user first."""
+    """ValueError unless user and assistant speak in turns, the user first, no answer empty."""
     for number, turn in enumerate(messages, 1):
         if (turn["role"] == "user") != (number % 2 == 1):
             raise ValueError(f"message {number} is out of turn: user and assistant take turns")
+        if turn["role"] == "assistant" and not turn["content"].strip():
+            raise ValueError(f"message {number}: content is empty")
     return messages
 
 
-Messages = Annotated[list[Turn], AfterValidator(in_turns)]
+Messages = Annotated[
+    list[Annotated[Turn, BeforeValidator(without_empty_fields)]], AfterValidator(in_turns)
+]
 
 
-class Demonstration(Line):
+class DemonstrationLine(Line):
     """A line of expert.jsonl: a trajectory up to its last action."""
 
-    messages: Messages
+    messages: Annotated[Messages, Field(validation_alias=AliasChoices("messages", "conversations"))]
+    system: NotRequired[None]  # an agent reads the messages alone
+    tools: NotRequired[None]
     task_id: NotRequired[str]
     env: NotRequired[str]
     task: NotRequired[str]  # the instruction's sentence
@@ -104,26 +127,28 @@ def as_user_error(
         raise UserError(f"{place}: {words}{way_out}") from error
 
 
-def read(path: Path, kind: type[L], convert: Callable[[Any], Any] | None = None) -> Iterator[L]:
+LAYOUT = " (a file is one JSON list, or has one JSON object a line)"
+
+
+def read(path: Path, kind: type[L]) -> Iterator[L]:
     """The lines of a file, or of a JSON list as in ETO's files. UserError for one of another type.
 
-    A null field that a line may lack is no field: pandas writes one for each. convert: what to do
-    with a line before its type is checked.
+    A null field that a line may lack is no field: pandas writes one for each.
     """
     check = TypeAdapter(kind).validate_python
     required = kind.__required_keys__  # type: ignore[attr-defined]
     with as_user_error(path):
         text = path.read_text(encoding="utf-8-sig")
-        lines: Any = json.loads(text) if text.startswith("[") else text.split("\n")
+    with as_user_error(path, LAYOUT):
+        lines: Any = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
     for number, line in enumerate(lines, 1):
         if line == "":
             continue
-        with as_user_error(f"{path}:{number}"):
+        with as_user_error(f"{path}:{number}", LAYOUT):
             record: Any = json.loads(line) if isinstance(line, str) else line
-            if convert:
-                record = convert(record)
-            record = {
-                n: v for n, v in record.items() if v is not None or n in required or kind is Line
-            }
-            record.update(check(record))  # in the order of the file
+        if isinstance(record, dict) and kind is not Line:
+            record = {n: v for n, v in record.items() if v is not None or n in required}
+        with as_user_error(f"{path}:{number}"):
+            fields = check(record)
+        record.update(fields)  # in the order of the file
         yield record

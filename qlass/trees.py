@@ -31,6 +31,8 @@ def read_trees(path: Path, kind: Any = Node) -> Iterator[list[dict]]:
             before.discard(None)
             before.add(number)
         yield tree
+    if not tasks:
+        raise UserError(f"{path}: holds no tree")
 
 
 def children_of(tree: list[dict]) -> list[list[int]]:

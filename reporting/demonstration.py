@@ -65,18 +65,18 @@ def task_of(demonstration: Demonstration, env: envs.TextEnv) -> str | None:
     if demonstration.task_id in tasks:
         return demonstration.task_id
     for task in tasks:
-        if start(env, task).observation.strip() == demonstration.observation:
+        if start(env, task).observation.strip() == demonstration.state.observations[0].strip():
             return task
     return None
 
 
 def replayed(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iterator[str]:
     """Each action, whether the environment knew it, and its answer, then the reward."""
-    moves = replay(env, task, demonstration.actions)
+    moves = replay(env, task, demonstration.state.actions)
     reward, done, differ = 0.0, False, 0
     again = sentence(next(moves).state.task)
     recorded = demonstration.state.observations[1:]
-    for number, text in enumerate(demonstration.actions):
+    for number, text in enumerate(demonstration.state.actions):
         action = parse_action(text)
         marks = {'no "Action:", so all of the text is the action': "Action:" not in text}
         marks["the environment does not know it"] = not env.knows(action)
@@ -104,9 +104,9 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{path}: demonstration {config.number} of {len(expert)}\n\nas the model sees it:")
     print(*as_the_model_sees_it(chat_of(config, env, expert), demonstration, config.max_tokens), sep="\n")
     task = task_of(demonstration, env)
-    print(f"\n{len(demonstration.actions)} actions:")
+    print(f"\n{len(demonstration.state.actions)} actions:")
     if task is None:
-        print(*(f"  {parse_action(text)}" for text in demonstration.actions), sep="\n")
+        print(*(f"  {parse_action(text)}" for text in demonstration.state.actions), sep="\n")
         print("no training task has this id or begins with these words, so they are not replayed")
     else:
         for row in replayed(demonstration, env, task):

@@ -60,6 +60,7 @@ READERS = {
 }
 BAD = {
     "trees.jsonl": [
+        ("", ": holds no tree"),
         (tree(ROOT, LEAF).splitlines()[0] + "\n", ": task t: its lines are not one tree of 2 nodes"),
         (tree(ROOT, LEAF) * 2, ": task t: its lines are not one tree of 2 nodes"),
         (tree(ROOT, LEAF) + tree(*OTHER) + tree(ROOT, LEAF), ": task t: its lines are not one tree of 2 nodes"),
@@ -80,7 +81,7 @@ BAD = {
         ("", "holds no demonstration"),
         ("messages,reward\ngo,1\n", ":1: Expecting value"),
         (dump([{"messages": [turn("go", "user")]}]), "demonstration 1 has no action"),
-        (dump([{"dialogue": CHAT}]), ":1: neither messages, as ours, nor conversations, as ETO's"),
+        (dump([{"dialogue": CHAT}]), ":1: messages: Field required"),
         (json.dumps([{"conversations": [{"from": "human", "value": None}]}]), ":1: "),
         (
             dump([{"messages": [turn("be brief", "system"), *CHAT]}]),
@@ -88,6 +89,14 @@ BAD = {
         ),
         *((dump([{"messages": messages}]), f"message {n} is out of turn") for n, messages in OUT_OF_TURN.items()),
         (chat(LEFT, reward=25), ":1: reward: "),
+        (chat(LEFT, system="be brief"), ":1: system: "),
+        (chat(turn("", tool_calls=[{"name": "left"}])), ":1: messages.1.tool_calls: "),
+        (chat(turn(" ")), ":1: messages: Value error, message 2: content is empty"),
+        (chat({"role": "assistant", "parts": ["left"]}), ":1: messages.1.content: Field required"),
+        (dump([{"conversations": [{"from": "human", "text": "go"}]}]), ":1: conversations.0.content: Field required"),
+        (json.dumps([5]), ": Input should be a valid dictionary"),
+        (json.dumps([{"messages": CHAT}]) * 2, ": Extra data: line 1 column"),
+        (json.dumps({"messages": CHAT}, indent=1), ":1: Expecting property name"),
     ],
 }
 
@@ -114,7 +123,17 @@ def test_what_is_not_read_of_demonstrations_is_told(tmp_path, capsys):
     path.write_text(chat(LEFT, success=False, score=0))
     assert read(path, FakeEnv())[0].reward is None
     told = capsys.readouterr().err
-    assert "score, success is not read" in told and "1 have no task_id, so they may be of test tasks" in told
+    assert "score, success is not read" in told and "1 have no task_id of a training task" in told
+
+
+def test_lists_of_others_are_read_with_all_their_fields(tmp_path):
+    """A list may begin with an empty line. A table of a data set has null fields in its messages."""
+    path = tmp_path / "eto.json"
+    turns = [{"from": "human", "value": "go", "loss": None}, {"from": "gpt", "value": "Action: left", "tools": []}]
+    lines = [{"id": 7, "conversations": turns, "task_id": "train2", "reward": 0.5, "system": None}]
+    path.write_text("\n" + json.dumps(lines, indent=1))
+    [shown] = read(path, FakeEnv())
+    assert (shown.task_id, shown.reward, shown.state.actions) == ("train2", 0.5, ("Action: left",))
 
 
 def checkpoint(path: Path, tasks: list[str] | None = None, n_expert: int | None = None, **inputs: str) -> Path:

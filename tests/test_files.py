@@ -181,7 +181,7 @@ def test_a_text_may_hold_any_sign_of_unicode(tmp_path):
     line = {"messages": [{"role": "user", "content": "a\u2028b\x85c"}]}
     write_jsonl(tmp_path / "x.jsonl", [line, line])
     (tmp_path / "x.jsonl").write_text((tmp_path / "x.jsonl").read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    assert [*records.read(tmp_path / "x.jsonl", records.Demonstration)] == [line, line]
+    assert [*records.read(tmp_path / "x.jsonl", records.DemonstrationLine)] == [line, line]
 
 
 def test_what_is_no_output_of_this_command_or_can_not_be_shared_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Stage 1: what counts in the loss, the learning rate, what expert files may look like, and that training trains."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -242,8 +243,70 @@ def test_control_tokens_in_a_demonstration_are_refused(clone, tmp_path):
     ):
         twice = {"id": "webshop_2", "conversations": turns}
         (tmp_path / "eto.json").write_text(json.dumps([ETO, twice]))
-        with pytest.raises(UserError, match=r"demonstration 2: remove <end> from its answers"):
+        with pytest.raises(UserError, match=r"demonstration 2: remove '<end>' from its answers"):
             clone("--expert", str(tmp_path / "eto.json"))
+
+
+def test_an_answer_with_a_text_that_ends_answers_is_refused():
+    chat = word_chat(stop=("\nTask:",))
+    sft.refuse_answers(shown(STATE), chat)
+    told = State((*STATE.messages[:3], ("assistant", "Action: left\nTask: more")))
+    with pytest.raises(UserError, match=r"demonstration 2: remove '\\nTask:' from its answers"):
+        sft.refuse_answers(shown(STATE, told), chat)
+
+
+def test_demonstrations_that_are_cut_are_counted_and_none_loses_its_first_action(capsys):
+    short = State(STATE.messages[:4])
+    sft.refuse_cut(shown(STATE, short), CHAT, 22)
+    assert not capsys.readouterr().err
+    sft.refuse_cut(shown(STATE, short, STATE), CHAT, 21)
+    assert "2 of 3 demonstrations lose their last actions: 21 tokens" in capsys.readouterr().err
+    with pytest.raises(UserError, match="demonstration 1: its first action ends at token 14, and 13 are read"):
+        sft.refuse_cut(shown(STATE), CHAT, 13)
+
+
+def begun(*messages: str, task: str | None = None) -> Demonstration:
+    opening = demonstrations.opening_of([{"content": text} for text in messages])
+    roles = ("user", "assistant") * len(messages)
+    return Demonstration(task, State(tuple(zip(roles, messages, strict=False)), "", opening))
+
+
+TOLD = ("walk", "OK", "you stand", "Action: left")
+WHOLE = "walkyou stand at start"
+
+
+@pytest.mark.parametrize(
+    ("expert", "number"),
+    [
+        ([begun(*TOLD), begun("find the purse", *TOLD[1:])], 2),  # the goal stands in the first message
+        ([begun(*TOLD), begun("walk", "I see.", *TOLD[2:])], 2),
+        ([begun("walk", plan, "you", "Action: left") for plan in ("first left", "first left", "then right")], 3),
+        ([begun(*TOLD), begun(WHOLE, "Action: left", task="train1")], 2),
+        ([begun(WHOLE, "Action: left", task="train1"), begun(*TOLD)], 2),
+        ([begun("walk", "Sure, I will help.", "you stand", "left", task="train0")], 1),  # no action, and no agreement
+        ([begun(WHOLE, "left", task="train0"), begun(f"run{WHOLE}", "left", task="train1")], 2),
+        ([begun(WHOLE, "left")], 1),  # of whatever task
+    ],
+)
+def test_all_demonstrations_begin_alike(expert, number):
+    """Else an agent would be asked in other words than it was cloned in."""
+    with pytest.raises(UserError, match=f"demonstration {number} begins with .*let the goal stand in the observation"):
+        demonstrations.refuse_openings(expert, FakeEnv())
+    demonstrations.refuse_openings(expert[: number - 1] or [begun(*TOLD)], FakeEnv())
+
+
+def test_what_demonstrations_earn_here_is_compared_with_what_is_recorded(capsys):
+    def played(*actions: str, task: str = "train0", reward: float | None = None) -> Demonstration:
+        told = begun("walk", "OK", "you stand", *" you ".join(actions).split(" "), task=task)
+        return dataclasses.replace(told, reward=reward)
+
+    good = [played("right", "right", "right", reward=r) for r in (1.0, 0.999, None)]
+    other_split = played("**Action:**up", task="test0")
+    demonstrations.replay_all([*good, other_split], FakeEnv())
+    assert not capsys.readouterr().err
+    bad = [played("right", reward=1.0), played("**Action:**right"), played(*["right"] * 4, reward=1.0)]
+    demonstrations.replay_all([*good, *bad], FakeEnv())
+    assert "3 demonstrations earn another reward here, or have no action that fake knows" in capsys.readouterr().err
 
 
 def test_lora_does_not_begin_with_an_end_of_turn_that_was_never_trained(clone, tmp_path):

@@ -115,5 +115,5 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path):
     written = {tau.task_id: tau for tau in read(tmp_path / "eto.json", env)}
     assert {tau.state.messages[0] for tau in written.values()} == {("user", INSTRUCTION)}
     for task, tau in written.items():  # its actions earn here what they earned there
-        *_, last = replay(env, task, tau.actions)
+        *_, last = replay(env, task, tau.state.actions)
         assert last.done and last.reward > 0.9
