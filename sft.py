@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     limit = int(min(config.max_tokens, chat.context))
     refuse_cut(expert, chat, limit)
     learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out_tasks(expert))
-    adapter = models.prepare_training(model, config, chat.stop_id)
+    adapter = models.prepare_training(model, config)
     train(model, learned, validation, config, log)
     log.load_best()
     figures = log.finish(

@@ -16,7 +16,7 @@ from torch import nn
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.device import PRECISIONS, device_and_precision
-from qlass.files import atomic, files_of, read_json
+from qlass.files import atomic, files_of
 from qlass.records import as_user_error
 from qlass.settings import Learning, Model
 
@@ -87,9 +87,11 @@ def load_chat(path: str | Path, config: Model) -> Chat:
         ropes = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
         if others := {part.get("rope_type", "default") for part in ropes} - POSITIONS:
             raise UserError(f"positions of kind {min(others)}")
+        pieces = Path(path) / "tokenizer.model"  # which programs read in ways that differ
+        if pieces.exists() and not pieces.with_suffix(".json").exists():
+            raise UserError("a tokenizer.model without a tokenizer.json")
         with as_user_error("its tokenizer"):
             tokenizer = hf.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        compare_pieces(Path(path), tokenizer)
         ends = getattr(settings, "eos_token_id", None)
         with contextlib.suppress(OSError):  # not every checkpoint has one
             ends = hf.GenerationConfig.from_pretrained(path).eos_token_id
@@ -99,22 +101,6 @@ def load_chat(path: str | Path, config: Model) -> Chat:
         if chat.text([*chat.action(PROBE, ""), chat.stop_id]) != PROBE:
             raise UserError("its tokenizer changes an action")
         return chat
-
-
-def compare_pieces(folder: Path, tokenizer: Any) -> None:
-    """UserError for a tokenizer that was made of a tokenizer.model and gives other tokens."""
-    pieces = folder / "tokenizer.model"
-    if not pieces.exists() or pieces.with_suffix(".json").exists():
-        return
-    file = pieces.with_name("tokenizer_config.json")
-    if not file.exists() or read_json(file).get("legacy") is None:
-        raise UserError("its tokenizer_config.json does not say `legacy`")
-    import sentencepiece
-
-    with as_user_error("its tokenizer.model"):
-        ids = sentencepiece.SentencePieceProcessor(model_file=str(pieces)).encode(PROBE)
-    if tokenizer.encode(PROBE, add_special_tokens=False) != ids:
-        raise UserError("its tokenizer gives other tokens than its tokenizer.model")
 
 
 @torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
@@ -138,17 +124,15 @@ def check(model: Any, chat: Chat, plain: bool) -> None:
 # ---------------------------------------------------------------------------- training and saving
 
 
-def prepare_training(model: Any, config: Learning, end: int | None = None) -> Any:
+def prepare_training(model: Any, config: Learning) -> Any:
     """LoRA's updates and gradient checkpointing, in place. Returns PEFT's view of the model, None
-    without LoRA. end: the token that ends a turn, if the model is to learn to write it."""
+    without LoRA."""
     adapter = None
     if config.load_in and not config.lora:
         raise UserError("--load-in: weights in few bits can't be trained; --lora adds others")
     if config.lora:
         import peft
 
-        if end is not None:
-            refuse_untrained(model, end)
         updates = peft.LoraConfig(
             r=config.lora, lora_alpha=2 * config.lora, target_modules="all-linear"
         )
@@ -157,17 +141,6 @@ def prepare_training(model: Any, config: Learning, end: int | None = None) -> An
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return adapter
-
-
-def refuse_untrained(model: Any, token: int) -> None:
-    """UserError for a token that LoRA can't teach to write: its row of the output layer was never
-    trained, so it is about 0, or that of other such tokens."""
-    weight = model.get_output_embeddings().weight.detach()
-    row = weight[token]
-    small = row.norm() < 1e-2 * weight.norm(dim=-1).median()
-    if small or int((weight == row).all(-1).sum()) > 1:
-        problem = "the token that ends a turn was never trained, and --lora does not train it"
-        raise UserError(f"{model.name_or_path}: {problem}: choose another chat template")
 
 
 def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:
