@@ -11,15 +11,15 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter
+import pydantic
 
 from qlass import UserError
 from qlass.files import read_json, warn
 from qlass.messages import State
 from qlass.records import as_user_error
-from qlass.settings import Run
+from qlass.settings import Number, Run
 from qlass.tiny import Aids
 
 FLAGS = ("temperature", "max_new_tokens")  # of a stage
@@ -27,12 +27,12 @@ CONTENT = "§Thought: a\nAction: b§"
 DAY = datetime.datetime(2024, 7, 26)  # today, to a template that asks; Llama 3's own
 
 
-@dataclasses.dataclass
+@pydantic.dataclasses.dataclass(config={"extra": "forbid"})
 class Rendering:
     """How a checkpoint reads and writes: its `policy.json`. The defaults are the paper's."""
 
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7  # App. A.2
-    max_new_tokens: PositiveInt = 256
+    temperature: Number = 0.7  # App. A.2
+    max_new_tokens: pydantic.PositiveInt = 256
     candidates: Literal["free", "valid"] = "free"  # valid: those that the environment offers
     mark_matches: bool = False  # this, compact and markov: `tiny.Aids`
     compact: bool = False
@@ -45,7 +45,6 @@ class Rendering:
     agreement: str | None = None
 
     FILE: ClassVar[str] = "policy.json"
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def save(self, folder: Path) -> None:
         text = json.dumps(vars(self), indent=1) + "\n"
@@ -59,7 +58,7 @@ class Rendering:
         flags = {name: getattr(config, name, None) for name in FLAGS}
         fields |= {name: value for name, value in flags.items() if value is not None}
         with as_user_error(cls.FILE):
-            return TypeAdapter(cls).validate_python(fields)
+            return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,16 +100,15 @@ def read_template(tokenizer: Any) -> Template:
     prompts = [around(["user", *["assistant", "user"] * n]) for n in range(3)]
     begin, ask, after, last = prompts[1] if len(prompts[1]) == 4 else [""] * 4
     alike = prompts == [[begin, *[ask, after] * n, last] for n in range(3)]
-    # A prompt may end before an answer's own space, or go on (<think></think>).
-    alike = alike and (ask.startswith(last) or last.startswith(ask))
+    # A prompt may end before an answer's own space, or go on, if it closes what it opens
+    # (<think></think>): thoughts that begin in a prompt stand in no earlier turn.
+    alike = alike and (ask.startswith(last) or (last.startswith(ask) and "/" in last[len(ask) :]))
     marks = marks_of(tokenizer)
     end = any_of(marks).search(after)
     if not (alike and end):
-        raise UserError("its chat template does not write all turns alike, or ends none by a token")
+        problem = "does not write all turns alike, opens thoughts, or ends no turn by a token"
+        raise UserError(f"its chat template {problem}")
     ask = max(ask, last, key=len)
-    if opened := re.search(r"(?is)[<\[]([\w:]*think\w*)[>\]](?!.*/\1)", ask):
-        problem = f"its prompt opens {opened[0]} and does not close it, as no earlier turn does"
-        raise UserError(f"{problem}: set another tokenizer.chat_template")
     lead = ask[len(ask.rstrip(" ")) :]  # a space before a word is a part of the word
     stop, turn = after[: end.end()], after[end.end() :]
     return Template(begin, ask.rstrip(" "), lead, stop, turn, marks[end[0]])
@@ -194,10 +192,9 @@ class Chat:
         """Whether the agent's turn ends with the last of the tokens that it wrote: by one that ends
         a turn, or by one of the stop texts."""
         stops = self.rendering.stop
-        if ids[-1] in self.stop_ids or not stops:
-            return ids[-1] in self.stop_ids
-        longest = max(len(stop.encode()) for stop in stops)  # a token may be a byte
-        return any_of(stops).search(self.tokenizer.decode(ids[-2 * longest :])) is not None
+        longest = max((len(stop.encode()) for stop in stops), default=0)  # a token may be a byte
+        tail = self.tokenizer.decode(ids[-2 * longest :]) if stops else ""
+        return ids[-1] in self.stop_ids or any(stop in tail for stop in stops)
 
     def action_in(self, text: str) -> str:
         """What a model wrote -> the action in it, up to the first stop text."""

@@ -17,14 +17,13 @@ from filelock import FileLock, Timeout
 from qlass import UserError
 from qlass.records import Line, as_user_error, read
 
-# What is read of a checkpoint beside its weights.
+# What is read of a checkpoint.
 LOADED = (
-    *("config.json", "generation_config.json", "chat_template.jinja", "adapter_config.json"),
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
-    *("[!.]*.model", "vocab.*", "merges.txt", "policy.json", "qnet.json", "head.safetensors"),
-)
-WEIGHTS, SHARDS = "model.safetensors", "model.safetensors.index.json"
-POINTER = b"version https://git-lfs"
+    "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
+    "model*-of-*.safetensors", "adapter_config.json", "tokenizer*.json", "special_tokens_map.json",
+    "added_tokens.json", "tekken.json", "[!.]*.model", "vocab.*", "merges.txt",
+    "chat_template.jinja", "policy.json", "qnet.json", "head.safetensors",
+)  # fmt: skip
 LAYOUT = 2  # of a run's folder
 Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
 
@@ -95,34 +94,27 @@ def sha256(path: Path) -> str:
     return total.hexdigest()
 
 
-def weights_of(folder: Path) -> list[str]:
-    """The names of the files of a checkpoint's weights: one, or the shards and their index."""
-    if (folder / WEIGHTS).exists() or not (folder / SHARDS).exists():
-        return [WEIGHTS]
-    return [SHARDS, *read_json(folder / SHARDS).get("weight_map", {}).values()]
-
-
 def files_of(folder: Path) -> list[Path]:
-    """The files of a checkpoint that are loaded. UserError for weights that are there twice, for an
-    adapter, and for a file that Git LFS has not fetched."""
-    found = set(itertools.chain(*map(folder.glob, [*LOADED, *weights_of(folder)])))
-    shards = sorted(file.name for file in folder.glob("model-*-of-*.safetensors"))
-    if folder / WEIGHTS in found and shards:
-        raise UserError(f"{folder}: {WEIGHTS} and {shards[0]} are of two savings: move one away")
+    """The files of a checkpoint that are loaded. UserError for weights that are there twice, and
+    for an adapter."""
+    files = sorted(itertools.chain(*map(folder.glob, LOADED)))
+    weights = [file.name for file in files if file.match("model*.safetensors")]  # shards first
+    if "model.safetensors" in weights[1:]:
+        problem = f"{weights[0]} and model.safetensors are of two savings: move one away"
+        raise UserError(f"{folder}: {problem}")
     merged = (folder / "policy.json").exists()  # a checkpoint of ours keeps its adapter
     if adapters := list(folder.glob("adapter_config.json" if merged else "**/adapter_config.json")):
         problem = "is an adapter's: merge it with its base first (docs/models.md)"
         raise UserError(f"{folder}: {adapters[0].relative_to(folder)} {problem}")
-    for file in found:
-        with open(file, "rb") as content:
-            if content.read(len(POINTER)) == POINTER:
-                raise UserError(f"{folder}: {file.name} is a pointer of Git LFS: git lfs pull")
-    return sorted(found)
+    return files
 
 
 @functools.cache  # a large model is read once
 def hash_of(file: Path, changed_at: int) -> bytes:
     with open(file, "rb") as content:
+        if content.read(23) == b"version https://git-lfs":
+            raise UserError(f"{file} is a pointer of Git LFS: git lfs pull")
+        content.seek(0)
         return hashlib.file_digest(content, "sha256").digest()
 
 

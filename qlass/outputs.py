@@ -33,7 +33,6 @@ from qlass import UserError
 from qlass.files import (
     LAYOUT,
     LOADED,
-    SHARDS,
     Inputs,
     dumps,
     input_of,
@@ -46,7 +45,6 @@ from qlass.files import (
     sha256,
     share,
     warn,
-    weights_of,
     write_json,
     write_jsonl,
 )
@@ -65,12 +63,9 @@ def checkpoint(name: str | Path) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    def download(*files: str) -> Path:
-        with as_user_error(f"{name}: no such folder, and not on the hub"):
-            names = [*LOADED, *files]
-            return Path(snapshot_download(str(name), allow_patterns=names, ignore_patterns="*/*"))
-
-    return download(*weights_of(download(SHARDS)))
+    with as_user_error(f"{name}: no such folder, and not on the hub"):
+        names = list(LOADED)
+        return Path(snapshot_download(str(name), allow_patterns=names, ignore_patterns="*/*"))
 
 
 def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path:

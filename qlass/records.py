@@ -122,9 +122,7 @@ def as_user_error(
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        if not isinstance(error, UserError):
-            words = " ".join(words.split())[:300]
-        raise UserError(f"{place}: {words}{way_out}") from error
+        raise UserError(f"{place}: {' '.join(words.split())[:400]}{way_out}") from error
 
 
 LAYOUT = " (a file is one JSON list, or has one JSON object a line)"

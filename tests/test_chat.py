@@ -1,7 +1,5 @@
 """States, actions, marks and how they become tokens under the chat templates of real model families."""
 
-import contextlib
-
 import pytest
 from fakes import CHATML, LLAMA_2, TEMPLATES, chat_tokenizer, word_chat
 from hypothesis import given, settings
@@ -197,30 +195,15 @@ def test_a_template_thinks_in_no_turn_and_has_the_same_date_every_day():
 
 
 @pytest.mark.parametrize(
-    ("opens", "closed"),
-    [
-        ("<think>\n", False),  # as R1's distillations and QwQ
-        ("[THINK]", False),
-        ("<think>\n</think><seed:think>", False),
-        ("<think>\n\n</think>\n\n", True),
-        ("[THINK][/THINK]", True),
-        ("I think: ", True),
-    ],
-)
-def test_a_prompt_that_opens_thoughts_and_does_not_close_them_is_refused(opens, closed):
-    template = CHATML.replace("assistant\n", f"assistant\n{opens}")
-    with contextlib.nullcontext() if closed else pytest.raises(UserError, match="and does not close it"):
-        chat_of(template)
-
-
-@pytest.mark.parametrize(
     "template",
     [
         CHATML.replace("m.content", "m.content + ('again' if loop.index == 5 else '')"),
         CHATML.replace("m.content", "m.content + ('!' if loop.last and m.role == 'user' else '')"),
         LLAMA_2.replace("bos_token", "'.'").replace("eos_token", "'.'"),  # no token ends a turn
+        CHATML.replace("assistant\n", "assistant\n<think>\n"),  # as R1's distillations and QwQ
+        CHATML.replace("assistant\n", "assistant\n[THINK]"),
     ],
 )
-def test_a_template_that_writes_later_turns_otherwise_or_ends_none_is_refused(template):
+def test_a_template_that_writes_later_turns_otherwise_or_ends_none_or_opens_thoughts_is_refused(template):
     with pytest.raises(UserError, match="chat template does not write all turns alike"):
         chat_of(template)

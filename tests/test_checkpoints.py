@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers as hf
-from fakes import LLAMA_2, dump, tiny_lm, word_chat
+from fakes import dump, tiny_lm, word_chat
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from test_train_qnet import labelled_tree
@@ -105,8 +105,9 @@ def shards_beside(folder: Path) -> None:
         file.rename(folder / file.name)
 
 
-def pointer(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+def pieces_alone(folder: Path) -> None:
+    """As of Vicuna, which programs read in ways that differ."""
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
 
 
 def adapter_alone(folder: Path) -> None:
@@ -184,8 +185,8 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to 
         lambda folder: (folder / "chat_template.jinja").write_text("{% if"),
         "its chat template",
     ),
-    "weights of two savings": (shards_beside, "model.safetensors and model-00001-of-.* are of two savings"),
-    "a pointer of Git LFS": (pointer, "model.safetensors is a pointer of Git LFS: git lfs pull"),
+    "weights of two savings": (shards_beside, "model-00001-of-.* and model.safetensors are of two savings"),
+    "a SentencePiece model alone": (pieces_alone, "a tokenizer.model without a tokenizer.json"),
     "an adapter below": (adapter_below, "checkpoint-9/adapter_config.json is an adapter's"),
     "tokens beyond the embeddings": (with_more_tokens, "embeddings"),
     "nowhere": (shutil.rmtree, "Repo id"),
@@ -222,32 +223,6 @@ def test_plain_reads_no_encoder_either(copy):
 def test_a_qnet_is_no_agent(value_net):
     refused(value_net, "a QNet, which is no agent", plain=True)
     models.load(value_net, Sampling(plain=True), kind=hf.AutoModel)
-
-
-def test_a_tokenizer_that_gives_other_tokens_than_its_sentencepiece_model_is_refused(tmp_path):
-    """As Vicuna's and older Llama 2's, where no tokenizer_config.json says how to read it."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    tiny_lm(CHAT, vocab_size=500).save_pretrained(tmp_path)
-    (tmp_path / "text").write_text(f"{models.PROBE}\n" * 50)
-    sentencepiece.SentencePieceTrainer.train(
-        input=tmp_path / "text",
-        model_prefix=tmp_path / "tokenizer",
-        model_type="bpe",
-        vocab_size=400,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        minloglevel=2,
-    )
-    (tmp_path / "chat_template.jinja").write_text(LLAMA_2)
-    settings = tmp_path / "tokenizer_config.json"
-    names = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
-    settings.write_text(json.dumps(names | {"legacy": False}))
-    models.load(tmp_path, Sampling())
-    settings.write_text(json.dumps(names | {"legacy": False, "add_prefix_space": False}))
-    refused(tmp_path, "its tokenizer gives other tokens than its tokenizer.model")
-    settings.write_text(json.dumps(names))
-    refused(tmp_path, "its tokenizer_config.json does not say `legacy`")
 
 
 def test_a_bug_of_ours_keeps_its_traceback(copy, monkeypatch):
@@ -323,6 +298,9 @@ def test_only_what_is_loaded_is_downloaded_and_known_by_its_content(copy, monkey
     assert kept == {file.name for file in copy.iterdir()} - {"model.safetensors"} | shards
     assert sha256(hub) == sha256(folder)
     models.load(folder, Sampling())
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    with pytest.raises(UserError, match=r"tokenizer.json is a pointer of Git LFS: git lfs pull"):
+        sha256(folder)
 
 
 # ------------------------------------------------------------------------------------------------- LoRA, and few bits
