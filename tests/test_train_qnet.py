@@ -77,7 +77,8 @@ def test_the_loss_by_hand_of_a_pair_and_of_two_siblings():
 @pytest.mark.parametrize("rank_weight", [0, 4])
 @pytest.mark.parametrize("max_tokens", [10_000, 45, 1])  # one tree, several, a pair or family each
 @pytest.mark.parametrize("loss_on", ["all", "last"])
-def test_packed_loss_and_gradients_are_those_of_the_pairs_one_by_one(loss_on, max_tokens, rank_weight):
+def test_packed_loss_and_gradients_are_those_of_the_pairs_one_by_one(loss_on, max_tokens, rank_weight, monkeypatch):
+    monkeypatch.setattr("qlass.fast.attention.BLOCK", 7)  # several of them in a pack
     net = qnet().double()
     together = families(TREE) if rank_weight else [[pair] for pair in TREE]
     plain = sum(family_loss(net, family, loss_on, rank_weight).double() for family in together)

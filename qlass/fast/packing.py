@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qlass.chat import Chat
+from qlass.fast.attention import Blocks
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.pairs import Pair, Pairs, Part
 
@@ -95,6 +96,8 @@ def packed_loss(qnet: Any, packs: Sequence[Any], rank_weight: float = 0.0) -> Te
         weight[row, -len(p.tree) :] = torch.from_numpy(p.weight)
         weighted_q[row, -len(p.tree) :] = torch.from_numpy(p.weighted_q)
     trained = weight > 0
+    if qnet.backbone.device.type == "cpu":
+        inputs["blocks"] = blocks_of(packs, weight.shape[1])
     v = qnet(trained.to(qnet.backbone.device), **inputs, use_cache=False).float()
     w = weight[trained].to(v.device)
     wq = weighted_q[trained].to(v.device)
@@ -104,6 +107,16 @@ def packed_loss(qnet: Any, packs: Sequence[Any], rank_weight: float = 0.0) -> Te
     if rank_weight:
         loss = loss + rank_weight * within_states(v, trained, packs)
     return loss
+
+
+def blocks_of(packs: Sequence[Pack], width: int) -> tuple[Blocks, Blocks]:
+    """What all tokens see in a batch of this width, and what those see that carry the loss."""
+    every, trained = Blocks([], []), Blocks([], [])
+    for row, p in enumerate(packs, 1):
+        sees, start = p.tree.attention(), row * width - len(p.tree)
+        every.add(sees, np.arange(len(p.tree)), start)
+        trained.add(sees, np.flatnonzero(p.weight), start)
+    return every, trained
 
 
 def within_states(v: Tensor, trained: Tensor, packs: Sequence[Pack]) -> Tensor:
