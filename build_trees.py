@@ -49,7 +49,7 @@ from qlass.trees import tree_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Sampling):
-    """The paper's (Appendix A.2), which does not say W and the bounds."""
+    """The paper's (Appendix A.4), which does not say W and the bounds."""
 
     stage: ClassVar[str] = "build_trees"
 

@@ -56,7 +56,7 @@ Name: Any = Literal[tuple(METHODS)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Sampling):
-    """The paper's (App. A.2): M = 2 and N = 1."""
+    """The paper's M (Table 5). It does not say N; its Algorithm 4 selects by the final reward."""
 
     stage: ClassVar[str] = "q_search"
     plays_elsewhere: ClassVar[bool] = True

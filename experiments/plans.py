@@ -47,9 +47,10 @@ been played.
   difference holds over all planned comparisons.
 - **†** was not planned. It is corrected among those of its family, and does not count over all.
 - **‡** is not computed here: git has neither the rewards nor the gains of its units.
-- **Names.** A condition is a method, M or N, and what is not the usual agent or QNet. `likeliest` searches by
-  log-probability. `grpo` is chain GRPO, `eto` is ETO against the expert, and `eto-siblings` is ETO on siblings. An *old
-  QNet* is of the cloned agent's trees, an *own QNet* is of the learner's.
+- **Names.** A condition is a method, M or N, and what is not the usual agent or QNet. `likeliest` searches by the
+  agent's own probability, `text_likelihood` by that of the free text, which a tiny agent does not act by. `grpo` is
+  chain GRPO, `eto` is ETO against the expert, and `eto-siblings` is ETO on siblings. An *old QNet* is of the cloned
+  agent's trees, an *own QNet* is of the learner's.
 """
 
 
@@ -221,15 +222,20 @@ def unit_rows(folders: Sequence[Path]) -> pd.DataFrame:
     return table.round(3).round(dict.fromkeys(COSTS.values(), 1))
 
 
+def read() -> tuple[pd.DataFrame, pd.DataFrame]:
+    """plans.csv and results.csv."""
+    plans = pd.read_csv(FOLDER / "plans.csv", dtype=str, keep_default_na=False)
+    as_text = dict.fromkeys(["M", "N", "seed", "commit"], str)
+    results = pd.read_csv(FOLDER / "results.csv", dtype=as_text, keep_default_na=False, na_values={"tokens": ""})
+    return plans, results
+
+
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
     if config.rows:
         print(unit_rows(config.rows).to_csv(index=False), end="")
         return
-    plans = pd.read_csv(FOLDER / "plans.csv", dtype=str, keep_default_na=False)
-    as_text = dict.fromkeys(["M", "N", "seed", "commit"], str)
-    results = pd.read_csv(FOLDER / "results.csv", dtype=as_text, keep_default_na=False, na_values={"tokens": ""})
-    print("\n".join(page(plans, results)))
+    print("\n".join(page(*read())))
 
 
 if __name__ == "__main__":

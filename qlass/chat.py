@@ -31,7 +31,7 @@ DAY = datetime.datetime(2024, 7, 26)  # today, to a template that asks; Llama 3'
 class Rendering:
     """How a checkpoint reads and writes: its `policy.json`. The defaults are the paper's."""
 
-    temperature: Number = 0.7  # App. A.2
+    temperature: Number = 0.7  # App. A.4
     max_new_tokens: pydantic.PositiveInt = 256
     candidates: Literal["free", "valid"] = "free"  # valid: those that the environment offers
     mark_matches: bool = False  # this, compact and markov: `tiny.Aids`

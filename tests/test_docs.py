@@ -1,6 +1,5 @@
 """Pages agree with the code and with the files beside them: docs/, its notebook, and the reference results."""
 
-import csv
 import json
 import math
 import re
@@ -27,7 +26,7 @@ import train_qnet
 from docs import build, rival
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
-from reporting import reference, tables
+from reporting import pages, reference, tables
 from reporting.results import read_results, result_files
 
 PARTS = {"lake": ("frozenlake", {"map": "4x4"}, 0.9), "shop": ("webshop", {}, 0.98)}  # environment, its options, gamma
@@ -189,51 +188,37 @@ def test_the_doors_open_as_the_page_says():
         assert gymnasium.spec(name if name.startswith("WebAgent") else f"qlass/{name}")
 
 
-# -------------------------------------------------------------------------------- numbers of the results page
+# ------------------------------------------------------------------------------- numbers of README and the results page
 
 
-def results_page() -> str:
-    """Its text with single spaces, so that a number may go over the end of a line."""
-    return " ".join(text_of("runs/reference_output/README.md").split())
+@pytest.mark.parametrize("page", pages.PAGES, ids=["README", "results"])
+def test_each_number_of_a_page_is_the_cell_that_it_names(page):
+    text = page.read_text(encoding="utf-8")
+    assert pages.refresh(text) == text, "python -m reporting.pages writes them anew"
+    tables = pages.TABLE.sub("", text)
+    prose = re.sub(r"```.*?```|^    .*$|`[^`]*`|\([^)]*\)", "", pages.NUMBER.sub("", tables), flags=re.S | re.M)
+    assert re.findall(r"(?<![\w.])[+-]?\.\d{2,3}\b", prose) == []  # numbers without a name
 
 
-def test_rewards_of_the_tables_are_in_the_results():
-    rows = set()
-    for row in csv.DictReader(text_of("runs/reference_output/results.csv").splitlines()):
-        reward, low, high = (row[name].removeprefix("0") for name in ("reward", "low", "high"))
-        half = f"{(float(high) - float(low)) / 2:.2f}".removeprefix("0") if low else ""
-        rows |= {f"{reward} [{low}, {high}]", f"{reward}±{half}"}
-    # A reward has no sign, a difference has one.
-    shown = re.findall(r"(?<= )\.\d{3}(?: \[[^]]+\]|±\.\d\d)", results_page())
-    assert len(shown) > 15 and set(shown) <= rows
+def test_a_number_that_is_wrong_or_of_no_cell_is_found():
+    right = ".813<!--shops/qlass-6--> for 1,844<!--shops/qlass-6:tokens--> tokens, .717±.03<!--shops/agent-->"
+    assert pages.refresh(right) == right == pages.refresh(right.replace("813", "717").replace("1,8", "2,8"))
+    difference = "**+.096 [.076, .115]**<!--shops/minus-agent-->, so +.096<!--shops/minus-agent-->"
+    assert pages.refresh(difference) == difference == pages.refresh(difference.replace("**", "").replace(".096", ".1"))
+    with pytest.raises(KeyError):
+        pages.refresh(".813<!--shops/of-another-->")
 
 
 def test_the_runs_of_the_demo_are_in_the_expected_ranges():
     ranges, rows = (pd.read_csv(reference.FOLDER / name, dtype=str) for name in ("expected.csv", "results.csv"))
     demo = rows[rows["agent"] == "cloned, make demo"].merge(ranges, on=["method", "M", "N", "select"])
     assert len(demo) >= 2 * len(ranges) and demo["reward"].between(demo["low_y"], demo["high_y"]).all()
-    bounds = [f"| {low[1:]} to {high[1:]} |" for low, high in zip(ranges["low"], ranges["high"], strict=True)]
-    assert all(bound in results_page() for bound in bounds)
 
 
-def test_numbers_without_a_row_stand_on_their_page():
-    """Those of no page any more have an empty one."""
+def test_numbers_of_the_walkthrough_stand_on_it():
     numbers = pd.read_csv(reference.FOLDER / "numbers.csv", dtype=str)
-    assert numbers["source"].str.fullmatch(r"[\w/]+ at [0-9a-f]{7}").all()
-    for page, rows in numbers.dropna(subset="page").groupby("page"):
-        text = " ".join((reference.FOLDER / page).read_text(encoding="utf-8").split())
-        for _, row in rows.iterrows():
-            alone = rf"(?<![\d.]){re.escape(row['number'])}(?![\d]|\.\d)"
-            assert re.search(alone, text), row["what"]
-
-
-def test_shares_of_siblings_are_of_their_pairs():
-    siblings = pd.read_csv(reference.FOLDER / "siblings.csv")
-    shops = siblings[siblings["split"] == "ten shops"]
-    right = (shops["right"] * shops["pairs"]).groupby(shops["score"]).sum() / shops.groupby("score")["pairs"].sum()
-    order = ["log-probability", "QNet by Eq. 11", "QNet by the last token", "QNet with rank weight"]
-    shares = " | ".join(f"{right[score]:.3f}".lstrip("0") for score in order)
-    assert f"| {shares} |" in results_page()
+    text = " ".join(text_of("docs/walkthrough.md").split())
+    assert all(re.search(rf"(?<![\d.]){re.escape(number)}(?!\d|\.\d)", text) for number in numbers["number"])
 
 
 @pytest.mark.parametrize(("stage", "last"), [("build_trees.py", 13), ("q_search.py", 11)])
