@@ -4,7 +4,7 @@
     python -m integrations.trackers runs/webshop --to wandb --follow         # until Ctrl-C, while the stages train
 
     reads   RUN/*.log.jsonl, a line for each update and for each epoch, as sft.py and train_qnet.py write them
-    writes  RUN/NAME.curves/, the tracker's files, anew at each call
+    writes  RUN/NAME.curves/, the tracker's files, anew at each call (Trackio's are in $TRACKIO_DIR)
 
 A training that goes on after a stop writes some lines of its log again: the same ones, so a tracker gets each once. A
 training that is begun again (--overwrite) gets new curves.
@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tyro.conf import Positional
 
 from qlass import UserError
 from qlass.files import remove
+from qlass.records import as_user_error
 from qlass.settings import parse, run_stage
 
 SECONDS = 10  # between two looks at the logs
@@ -36,10 +37,12 @@ class Config:
 
 def tracker_of(name: str, folder: Path) -> Callable[[dict[str, float], int], None]:
     """What hands the figures of a step to a tracker, whose files are in the folder."""
+    with as_user_error(f"pip install {name}"):
+        module = importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
     remove(folder)
     folder.mkdir()
     if name == "tensorboard":
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+        writer = module.SummaryWriter(str(folder))
 
         def write(figures: dict[str, float], step: int) -> None:
             for key, value in figures.items():
@@ -47,8 +50,8 @@ def tracker_of(name: str, folder: Path) -> Callable[[dict[str, float], int], Non
             writer.flush()
 
         return write
-    options: dict[str, Any] = {"dir": str(folder)} if name == "wandb" else {}
-    run = importlib.import_module(name).init(project="qlass", name=folder.stem, **options)
+    options = {"dir": str(folder), "reinit": "create_new"} if name == "wandb" else {}  # a run for each log
+    run = module.init(project="qlass", name=folder.stem, **options)
     return lambda figures, step: run.log(figures, step=step)
 
 

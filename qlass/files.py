@@ -63,6 +63,8 @@ def atomic(path: Path) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.draft{share()[0]}")
     remove(draft)  # of a call that was killed
     yield draft
+    for file in filter(Path.is_file, draft.rglob("*")):  # safetensors writes for its owner alone
+        file.chmod(draft.stat().st_mode & 0o666)
     if path.is_dir():
         remove(path)
     draft.replace(path)

@@ -41,7 +41,7 @@ APART = 'not one row: name the runs apart: python -m reporting "first=PATH" "sec
 ALONE = "not one table: report on each alone"
 UNTRAINED = ("oracle", "expert", "rule", "chat")  # methods that no training of ours changes
 COSTS = ("prompt", "generated", "scored")
-CONDITION = ["env", "method", "M", "N", "select", "label", "player"]
+CONDITION = ["env", "method", "M", "N", "select", "label", "player", "agent"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Condition:
     select: str | None = None
     label: str = ""
     player: str = ""  # which of the environment's rules
+    agent: str = ""  # a chat model's name, where no SFT has made the agent
 
     @property
     def oracle(self) -> bool:
@@ -62,10 +63,11 @@ class Condition:
 
     @property
     def name(self) -> str:
-        name = METHODS.get(self.method, self.method) + (f": {self.player}" if self.player else "")
+        name = METHODS.get(self.method, self.method).replace("SFT", self.agent or "SFT")
+        name += f": {self.player}" if self.player else ""
         if (self.N or 1) > 1:
             name += {"q": ", picked by QNet", "oracle": ", picked by true reward (oracle)"}.get(self.select or "", "")
-        return f"{name} [{self.label}]" if self.label else name
+        return name if self.label in name else f"{name} [{self.label}]"
 
     @property
     def budget(self) -> str:  # without what is 1
@@ -183,13 +185,13 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
 
 def episode(record: dict) -> dict[str, Any]:
     """The numbers of a result, so that its texts need not stay in memory."""
-    steps, tokens = record.get("steps", []), record["tokens"]
+    steps, tokens, usage = record.get("steps", []), record["tokens"], record.get("usage", {})
     split, task, n_steps = record.get("split", "test"), str(record["task_id"]), record.get("n_steps", len(steps))
     turns = {(parse_action(step.get("action", "")), step.get("observation")) for step in steps}
     return {
         "env": record["env"] if split == "test" else f"{record['env']} {split}",
         "split": split,
-        **{name: record.get(name) for name in ("method", "M", "N", "select", "player")},
+        **{name: record.get(name) for name in ("method", "M", "N", "select", "player", "agent")},
         "task": task,
         "block": record.get("block", task),  # tasks that vary together (TextEnv.block)
         "seed": record.get("seed", 0),
@@ -198,6 +200,8 @@ def episode(record: dict) -> dict[str, Any]:
         "generated": tokens.get("generated", 0),
         # Of a scorer of experiments.qval only the agent's own are known.
         "total": math.nan if record["method"] == "scorer" else sum(tokens.get(part, 0) for part in COSTS),
+        "billed": usage.get("prompt", math.nan) + usage.get("generated", math.nan),
+        "cost": usage.get("cost", math.nan),
         "steps": n_steps,
         "unknown": record.get("unknown_actions", 0),
         "cut": record.get("cut_prompts", 0),

@@ -2,6 +2,9 @@
 
     python -m reporting.show --run runs/demo -M 4    # the flags are q_search.py's; nothing is written
 
+The command plays what the run has: it makes no agent and no QNet. Of a chat model's run it shows what is in the result
+files, and asks for nothing.
+
 Most steps leave nothing to choose, since all samples are the same action. So of the tasks that the command names the
 first is shown in whose episode several steps have a choice.
 """
@@ -21,6 +24,7 @@ from q_search import Method, methods_of
 from qlass import UserError
 from qlass.batching import Models, drive
 from qlass.chat import Chat
+from qlass.files import read_jsonl
 from qlass.messages import parse_action, start
 from qlass.settings import read_settings, run_stage
 from qlass.tiny import sentence
@@ -72,6 +76,19 @@ def show(config: Any, env: Any, tasks: list[str], plan: Sequence[Method], chat: 
             (rival,) = outcomes(config, env, Method("greedy", temperature=0.0), [best["task_id"]], chat, models)
             print(compared(env, best, rival))
         print()
+
+
+def show_results(config: Any, env: Any) -> None:
+    """Print an episode of each method: of those in the result files the one with the most choices."""
+    lines = [line for file in sorted(config.run.glob("results*.jsonl")) for line in read_jsonl(file)]
+    for name in config.method:
+        played = [line for line in lines if line["method"] == name]
+        if not played:
+            raise UserError(f"{config.run}: no agent, and no results of {name}, so nothing to show")
+        best = max(played, key=lambda line: len(choices(line)))
+        print(f"Task {best['task_id']}.", *rows_of(env, best), sep="\n")
+        print(paint(f"{name}: reward {best['reward']:.3g} after {best['n_steps']} steps", "1;36"))
+        print(count_of_choices(best) + "\n")
 
 
 def outcomes(
@@ -167,6 +184,10 @@ def main(argv: list[str] | None = None) -> None:
     config = read_settings(q_search.Config, __doc__, argv)
     env, tasks = q_search.environment(config)
     plan = [method for name in config.method for method in methods_of(name, config)]
+    if not (config.sft or (config.run / "sft").exists()):
+        return show_results(config, env)
+    if not (config.qnet or (config.run / "qnet").exists()) and any(method.needs_q for method in plan):
+        raise UserError(f"{config.run / 'qnet'} is missing, and nothing is made here: q_search.py makes it")
     chat, models, _ = q_search.load(config, env, plan)
     show(config, env, tasks, plan, chat, models)
 

@@ -14,6 +14,7 @@ from reporting.results import METHODS, Group, protocol, tables_of
 from reporting.stats import Estimate, paired, paired_difference
 
 SIGNS = {"above greedy": 1, "equal": 0, "below": -1}
+BILLED = ("billed tokens", "billed", 0), ("cost", "cost", 4)
 FEW = 5  # seeds; the t interval of fewer is wider by a half and more than that of many
 ROWS_NOTE = (
     "Mean over tasks with its 95 % interval, of several seeds over seeds and tasks. “Oracle” marks a method that looks "
@@ -121,6 +122,9 @@ def results_table(groups: Sequence[Group]) -> pd.DataFrame:
             gain = difference(group, rival) if rival else None
             row[f"minus {name}"] = f"{gain:+}" if gain and gain.n else ""
         row |= {"tokens": number(group.mean("total")), "generated tokens": number(group.mean("generated"))}
+        for title, name, digits in BILLED:  # of a chat model
+            if any(other.mean(name) > 0 for other in groups):
+                row[title] = number(group.mean(name), digits)
         row |= {"env steps": number(group.mean("env_steps"), 1), "success": number(group.mean("success"), 3)}
         rows.append(row | {"tasks": str(group.reward.n), "seeds": str(group.n_seeds)})
     return pd.DataFrame(rows)

@@ -18,6 +18,8 @@ from qlass import UserError
 from qlass.batching import Score
 from qlass.files import meta_of, read_jsonl
 from qlass.messages import State, start, step
+from reporting import __main__ as reporting
+from reporting import show
 from train_qnet import QNet
 
 PAGE = Path(__file__).parents[1] / "docs" / "tools.md"
@@ -239,6 +241,22 @@ def test_what_a_chat_model_wrote_is_played(fake):
     for action in ("write\n---\nname: x\n---", "say *hello*."):
         assert readable(f"Action: {action}", functools.partial(operator.eq, action)) == (f"Action: {action}", True)
     assert readable("Action: say *hello*.", lambda action: False) == ("Action: say *hello*.", False)
+
+
+def test_a_report_names_the_model_and_what_it_was_billed_and_an_episode_is_shown(fake, tmp_path, capsys):
+    played(fake, tmp_path, "--method", "greedy", "random", "-M", "2", "--price", "1", "1")
+    reporting.main(["--run", str(tmp_path)])
+    text = (tmp_path / "report.md").read_text()
+    assert "| first greedy |" in text and "SFT greedy |" not in text.split("\n")[2]
+    assert "| billed tokens | cost |" in text and "random candidate [first] M=2" in text
+    asked = len(fake.seen)
+    capsys.readouterr()
+    show.main(["--run", str(tmp_path), "--method", "random"])
+    shown = capsys.readouterr().out
+    assert "step 1" in shown and "random: reward" in shown and len(fake.seen) == asked
+    with pytest.raises(UserError, match="no agent, and no results of qlass"):
+        show.main(["--run", str(tmp_path)])
+    assert not (tmp_path / "sft").exists()
 
 
 UNCLEAR = 'answers have no action, or several lines "Action:"'

@@ -203,6 +203,8 @@ def test_a_file_or_a_checkpoint_is_replaced_as_a_whole(tmp_path):
         with files.atomic(folder) as draft:
             draft.mkdir()
             (draft / "config.json").write_text(text)
+            (draft / "config.json").chmod(0o600)  # as safetensors does: colleagues read what the folder's mode says
+    assert (folder / "config.json").stat().st_mode & 0o777 == folder.stat().st_mode & 0o666
     for path in (file, folder):
         with pytest.raises(RuntimeError), files.atomic(path) as draft:
             draft.write_text("half")

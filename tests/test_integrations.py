@@ -70,7 +70,8 @@ SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.3, "p
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_reads_a_qnets_folder_and_gives_its_values(tmp_path, monkeypatch, kind):
     torch.manual_seed(0)
-    chat, state = word_chat(), State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "")
+    chat = Chat(chat_tokenizer("chatml"), Rendering())  # which Qwen2's own class reads too
+    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "")
     net = QNet(AutoModel.from_config(kind(vocab_size=len(chat.tokenizer), **SIZES)), chat, hidden=8).eval()
     net.save_pretrained(tmp_path)
     serve = [VLLM, "serve", str(tmp_path), "--hf-overrides", '{"architectures": ["QNet"]}']
@@ -78,7 +79,7 @@ def test_vllm_reads_a_qnets_folder_and_gives_its_values(tmp_path, monkeypatch, k
     env = dict(VLLM_TARGET_DEVICE="cpu", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # with "" vLLM believes in Triton
     with served(serve, tmp_path / "log", **env) as url:
-        there = ServedQNet(f"{url}/v1", settings_of(q_search))
+        there = ServedQNet(f"{url}/v1#{tmp_path}", settings_of(q_search))
         asked = [Score(s, ("Action: left", "Action: right")) for s in (state, state.extended("Action: left", "you"))]
         for mine, local in zip(there.score(asked), net.score(asked), strict=True):
             assert mine == pytest.approx(local, abs=1e-4)
@@ -296,6 +297,23 @@ def test_each_step_is_handed_on_once_also_after_a_stop(tmp_path, monkeypatch):
         trackers.main([str(tmp_path), "--follow", "--to", "wandb"])
     before = [(1, {"update/loss": 1.0}), (2, {"update/loss": 0.5}), (2, {"epoch/epoch": 1, "epoch/mse": 0.25})]
     assert told == ["wandb", *before, "wandb", (1, {"update/loss": 2.0})]
+
+
+def test_two_logs_are_two_runs_and_a_package_that_is_missing_costs_nothing(tmp_path, monkeypatch):
+    begun = []
+    wandb = SimpleNamespace(init=lambda **options: begun.append(options) or SimpleNamespace(log=lambda *_, **__: None))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for name in ("sft", "qnet"):
+        (tmp_path / f"{name}.log.jsonl").write_text(dump([{"step": 1, "loss": 1.0}]))
+    trackers.main([str(tmp_path), "--to", "wandb"])
+    assert [run["name"] for run in begun] == ["qnet", "sft"]
+    assert all(run["reinit"] == "create_new" for run in begun)  # else the second is the first
+    kept = tmp_path / "qnet.curves" / "file"
+    kept.write_text("")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb: "):
+        trackers.main([str(tmp_path), "--to", "wandb"])
+    assert kept.exists()
 
 
 def test_a_run_without_a_log_is_told(tmp_path):
