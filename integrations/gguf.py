@@ -7,12 +7,15 @@ the checkpoint that such a file was made from instead.
 """
 
 import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as hf
 from tyro.conf import Positional
 
+from qlass import UserError
 from qlass.files import atomic
 from qlass.records import as_user_error
 from qlass.settings import parse, run_stage
@@ -26,7 +29,10 @@ class Config:
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
-    place = {"pretrained_model_name_or_path": config.file.parent, "gguf_file": config.file.name}
+    place: dict[str, Any] = {"pretrained_model_name_or_path": config.file.parent, "gguf_file": config.file.name}
+    place["trust_remote_code"] = False
+    if re.search(r"-\d+-of-\d+$", config.file.stem):
+        raise UserError(f"{config.file}: one of several files of a model: llama-gguf-split --merge joins them")
     full_width = hf.GgufConfig(dequantize=True)  # few bits can't be trained
     with as_user_error(config.file):
         tokenizer = hf.AutoTokenizer.from_pretrained(**place)

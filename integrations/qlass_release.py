@@ -34,7 +34,7 @@ def chat_of(folder: Path, qnet: bool = False) -> Chat:
     It reads Q at the last token but one: of Llama-2's `</s><s>` this is `</s>`, of Llama-3 the one before `<|eot_id|>`.
     """
     with as_user_error(folder):
-        tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+        tokenizer = hf.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         llama_3 = "<|eot_id|>" in tokenizer.get_vocab()
         in_text = tokenizer(tokenizer.bos_token + "[INST]", add_special_tokens=False).input_ids
         in_front = tokenizer("[INST]").input_ids  # the release's; some tokenizers then begin the text with a space
@@ -46,7 +46,7 @@ def chat_of(folder: Path, qnet: bool = False) -> Chat:
 def qnet_of(folder: Path) -> QNet:
     """The QNet in pytorch_model.bin: a Llama and a head whose last layer has no bias. UserError names other weights."""
     with as_user_error(folder), torch.device("meta"):  # without weights
-        llama = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(folder))
+        llama = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(folder, trust_remote_code=False))
         qnet = QNet(llama.base_model, chat_of(folder, qnet=True))
     file = folder / "pytorch_model.bin"
     release = torch.nn.ModuleDict({"llama": llama, "mlp": qnet.head})
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
     qnet = qnet_of(config.qnet)
     with as_user_error(config.sft):
-        weights = hf.AutoModelForCausalLM.from_pretrained(config.sft, dtype="auto")
+        weights = hf.AutoModelForCausalLM.from_pretrained(config.sft, dtype="auto", trust_remote_code=False)
     with atomic(config.out) as draft:
         qnet.save_pretrained(draft)
     with atomic(config.out.with_name("sft")) as draft:
