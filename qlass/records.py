@@ -107,6 +107,12 @@ class Label(Node):
     q: Reward
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether numpy, torch or a GPU's driver found no memory."""
+    words = "out of memory" in str(error), "allocate memory" in str(error)
+    return isinstance(error, MemoryError) or any(words)
+
+
 @contextlib.contextmanager
 def as_user_error(
     place: object, way_out: str = "", errors: type[Exception] = Exception
@@ -118,6 +124,8 @@ def as_user_error(
     try:
         yield
     except errors as error:
+        if out_of_memory(error):
+            raise
         words = str(error) or repr(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]

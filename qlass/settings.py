@@ -17,6 +17,7 @@ from tyro.conf import UseAppendAction
 
 from qlass import UserError, presets
 from qlass.files import LAYOUT, read_json, warn
+from qlass.records import out_of_memory
 
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UNNAMED = Path("runs/ENV")
@@ -163,6 +164,12 @@ def read_run(run: Path) -> dict[str, Any]:
     return values
 
 
+FITS = (
+    "in a training try --load-in 4bit --lora 16, --gradient-checkpointing, a smaller --micro-tokens;"
+    " in play --load-in 4bit, --cache-gb 0, a smaller --in-flight"
+)
+
+
 def run_stage(main: Callable[[], None]) -> None:
     """A script's last line: a mistake in one line, with exit code 2."""
     try:
@@ -173,6 +180,13 @@ def run_stage(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except Exception as error:
+        problem = str(error)
+        if out_of_memory(error):
+            problem = f"out of memory: {FITS}"
+        elif isinstance(error, ModuleNotFoundError) and "." not in str(error.name):
+            problem = f"{error}: pip install it"
+        elif not isinstance(error, UserError | OSError):
+            raise
+        print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)

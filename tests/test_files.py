@@ -18,7 +18,7 @@ import q_search
 from qlass import UserError, files, outputs, records
 from qlass.files import parts_folder, read_jsonl, write_jsonl
 from qlass.outputs import Output, find_or_make
-from qlass.settings import Run, read_settings, run_stage, runtime
+from qlass.settings import FITS, Run, read_settings, run_stage, runtime
 
 TASKS = ["t0", "t1", "t2", "t3"]
 
@@ -96,6 +96,9 @@ def refusal(path: Path) -> str:
 MISTAKES = [
     (UserError("x.jsonl:3: bad"), 2, "error: x.jsonl:3: bad\n"),
     (PermissionError(13, "no", "x"), 2, "error: [Errno 13] no: 'x'\n"),
+    (ModuleNotFoundError("No module named 'peft'", name="peft"), 2, "error: No module named 'peft': pip install it\n"),
+    (RuntimeError("CUDA out of memory. Tried"), 2, f"error: out of memory: {FITS}\n"),
+    (MemoryError(), 2, f"error: out of memory: {FITS}\n"),
     (KeyboardInterrupt(), 130, "stopped; the same command resumes, without --overwrite\n"),
 ]
 
@@ -105,8 +108,9 @@ def test_mistakes_end_in_one_line_and_code_2_and_bugs_in_a_traceback(capsys):
         with pytest.raises(SystemExit) as stop:
             run_stage(mock.Mock(side_effect=error))
         assert stop.value.code == code and capsys.readouterr().err == says
-    with pytest.raises(RuntimeError):
-        run_stage(mock.Mock(side_effect=RuntimeError("something else")))
+    for bug in (RuntimeError("something else"), ModuleNotFoundError("No module named 'qlass.a'", name="qlass.a")):
+        with pytest.raises(type(bug)):
+            run_stage(mock.Mock(side_effect=bug))
 
 
 def test_an_output_has_one_writer(tmp_path):
