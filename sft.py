@@ -46,6 +46,7 @@ class Config(Learning):
     out: Path | None = runtime(None)  # checkpoint folder (RUN/sft)
     max_tokens: PositiveInt = 4096  # where a trajectory is cut
     candidates: Literal["free", "valid"] = "free"  # what the agent may write
+    plain: bool = runtime(False)  # for a model that reads no token trees, as --plain in play
 
 
 # ------------------------------------------------------------------------- examples to learn from
@@ -258,6 +259,10 @@ def main(argv: list[str] | None = None) -> None:
     model, chat = load(config, env, expert, start)
     limit = int(min(config.max_tokens, chat.context))
     refuse_cut(expert, chat, limit)
+    rendering = chat.rendering
+    if config.candidates == "free":  # in play no answer is cut that was learned
+        answers = (ids for line in expert for ids in chat.message_tokens(line.state)[1::2])
+        rendering.max_new_tokens = max(rendering.max_new_tokens, *map(len, answers))
     learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out_tasks(expert))
     adapter = models.prepare_training(model, config)
     train(model, learned, validation, config, log)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import FakeEnv, settings_of, tiny_lm, word_chat
+from test_checkpoints import mamba
 
 import q_search
 import sft
@@ -232,6 +233,19 @@ def test_an_agent_that_has_not_learned_to_end_its_turns_is_told(clone, tmp_path,
     assert "run on" not in capsys.readouterr().err
     shares = [meta_of(tmp_path / name)["ends"] for name in ("sft", "more")]
     assert shares[0] < 0.9 < shares[1]
+
+
+def test_no_answer_is_cut_in_play_that_was_learned(clone, tmp_path):
+    Rendering(max_new_tokens=3).save(tmp_path / "model")
+    agent, _ = clone("--n-expert", "2")
+    assert agent.chat.rendering.max_new_tokens == len(agent.chat.action("Thought: this way\nAction: right", "")) > 3
+
+
+def test_a_model_that_reads_no_token_tree_is_cloned_with_plain(clone, tmp_path):
+    mamba(tmp_path / "model")
+    with pytest.raises(UserError, match="--plain"):
+        clone("--n-expert", "2")
+    clone("--n-expert", "2", "--plain", play=("--plain",))
 
 
 def test_control_tokens_in_a_demonstration_are_refused(clone, tmp_path):
