@@ -165,7 +165,7 @@ def read_run(run: Path) -> dict[str, Any]:
 
 
 FITS = (
-    "in a training try --load-in 4bit --lora 16, --gradient-checkpointing, a smaller --micro-tokens;"
+    "in a training --load-in 4bit --lora 16, --gradient-checkpointing, a smaller --micro-tokens;"
     " in play --load-in 4bit, --cache-gb 0, a smaller --in-flight"
 )
 
