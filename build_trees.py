@@ -307,7 +307,7 @@ def build(
                 max_depth=env.tree_depth if config.depth is None else config.depth,
                 width=config.width,
                 max_rollouts=config.rollouts or math.inf,
-                max_steps=config.steps or env.tree_steps,
+                max_steps=config.steps or env.tree_steps or env.max_steps or math.inf,
                 prune=config.prune,
             )
             root = await explorer.explore(None if config.no_expert else demonstrations)

@@ -23,25 +23,36 @@ from __future__ import annotations
 
 import copy
 import importlib
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gymnasium
+from gymnasium.error import ResetNeeded
+from gymnasium.utils import seeding
 
-from environments import ENVIRONMENTS, AnyText, contents_of, fair_order, options_of
+from environments import (
+    ENVIRONMENTS,
+    SHARED,
+    AnyText,
+    contents_of,
+    fair_order,
+    options_of,
+    parameters,
+)
 from environments.check import check
 from environments.hooks import Hooks
 from qlass import UserError
 from qlass.settings import Run, read_run
 
-UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
+OVER = "The episode is over."  # the answer to a step after the end
 
 
 class TextEnv(Hooks, gymnasium.Env):
-    """What every stage relies on; each environment overrides the part below the line.
+    """What every stage relies on; each environment writes the part below the line.
 
-    `Hooks` are what experiments and tables ask.
+    `Hooks` has the methods that are optional.
     """
 
     name = ""  # by default that of its class, in small letters
@@ -49,37 +60,84 @@ class TextEnv(Hooks, gymnasium.Env):
     instruction = ""  # the first user message: what the environment is and how to answer
     agreement = "OK"  # the agent's answer to it; empty: the task is in the same message
     prefix = "Observation: "  # stands before every observation but the first, as in ETO
-    max_steps: int | None = 40  # inference (App. A.2)
-    tree_steps = 18  # exploration trees
+    max_steps: int | None = 40  # None: no limit
+    tree_steps: int | None = None  # another limit, of exploration trees
     tree_depth = 8  # D of Algorithm 2
     side_by_side = 1  # forks open at once: more only if they share nothing that changes
     markov = False  # instruction and last observation say all that there is to know
     split = "train"  # from which a reset draws that names no task
+    observation_space = action_space = AnyText(20)
+    draws: Any = None  # random numbers that choose tasks; np_random is the luck of an episode
 
-    def __init__(
-        self, max_steps: int | None = UNSET, instruction: str | Path | None = None
-    ) -> None:
-        """max_steps: None for no limit. instruction: a file with another first user message."""
+    # of the episode at hand
+    task_id = ""
+    task = ""  # the instruction's sentence alone
+    steps = 0
+    end: tuple[bool, bool] | None = None  # terminated, truncated; None: nothing has begun
+
+    def __init__(self) -> None:
         self.name = self.name or type(self).__name__.lower()
-        if max_steps is not UNSET:
-            self.max_steps = max_steps
-        if instruction:
-            self.instruction = Path(instruction).read_text(encoding="utf-8-sig")
-        self.observation_space = self.action_space = AnyText(20)
+        self.settings: dict[str, Any] = {}  # its part of a recipe, from `from_config`
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        """Begin options["task_id"] or, if it is not given, one of the tasks of `split` by chance.
+
+        A task has the same luck at each play, unless a seed gives it another.
+        """
+        others = dict(options or {})
+        task_id = others.pop("task_id", None)
+        if others:
+            raise UserError(f"{self.name}: reset has no option {', '.join(others)}, but task_id")
+        if self.draws is None or seed is not None:
+            self.draws, _ = seeding.np_random(seed)
+        if task_id is None:
+            tasks = self.split_ids(self.split)
+            task_id = tasks[self.draws.integers(len(tasks))]
+        self.task_id = str(task_id)
+        self.reseed(zlib.crc32(self.task_id.encode()) if seed is None else seed)
+        self.end = None
+        observation = self.begin(self.task_id)
         self.steps = 0
-        self.settings: dict[str, Any] = {}  # what a recipe tells of it, from `from_config`
+        self.end = False, False
+        return observation, self.info()
 
-    def task_of(self, seed: int | None, options: dict | None) -> str:
-        """The task that a reset's options name or, if they name none, one of `split` by chance."""
-        super().reset(seed=seed)
-        if options and "task_id" in options:
-            return str(options["task_id"])
-        tasks = self.split_ids(self.split)
-        return tasks[self.np_random.integers(len(tasks))]
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Observation, reward, terminated, truncated and info. After its end an episode stays so.
 
-    def instruct(self, instruction: str) -> None:
-        """Begin with another first user message."""
-        self.instruction = instruction
+        Gymnasium's ResetNeeded where none has begun.
+        """
+        if self.end is None:
+            raise ResetNeeded(f"{self.name}: call reset before step")
+        if any(self.end):
+            return OVER, 0.0, *self.end, self.info()
+        self.steps += 1
+        observation, reward, done = self.act(action)
+        limit = self.step_limit()
+        truncated = not done and limit is not None and self.steps >= limit
+        if truncated:
+            reward = self.reward_if_cut()
+        self.end = bool(done), truncated
+        return observation, float(reward), *self.end, self.info()
+
+    def snapshot(self) -> Any:
+        """All that a step changes, in whatever form `restore` takes."""
+        luck = self.np_random.bit_generator.state
+        return self.task_id, self.steps, self.end, luck, self.save()
+
+    def restore(self, snapshot: Any) -> None:
+        """Return to a snapshot, which stays as it is: several branches begin there."""
+        self.task_id, self.steps, self.end, luck, saved = snapshot
+        self.np_random.bit_generator.state = luck
+        self.load(saved)
+
+    def fork(self) -> TextEnv:
+        """Another player on the same data, for episodes side by side; `close` it after use.
+
+        A shallow copy: each fork needs its own of what an episode changes, such as a simulator.
+        """
+        other = copy.copy(self)
+        other.np_random = copy.deepcopy(self.np_random)
+        return other
 
     def message(self, observation: str) -> str:
         """The user message that carries an observation (all but the first) to the model."""
@@ -89,18 +147,48 @@ class TextEnv(Hooks, gymnasium.Env):
         """The tasks of a split in fair order: every stretch is a fair sample of its types."""
         return fair_order(self.split_ids(split), self.task_type)
 
-    def fork(self) -> TextEnv:
-        """Another player on the same data, for episodes side by side; `close` it after use.
-
-        A shallow copy: each fork needs its own of what an episode changes, such as a simulator.
-        """
-        return copy.copy(self)
-
-    # ------------------------------------------------------------- what each environment overrides
+    # ----------------------------------------------------------- what each environment has to write
 
     def split_ids(self, split: str) -> list[str]:
         """The tasks of a split, in any order; UserError if there is no such split."""
         raise NotImplementedError
+
+    def begin(self, task_id: str) -> str:
+        """Begin a task. Returns the first observation; UserError if there is no such task."""
+        raise NotImplementedError
+
+    def act(self, action: str) -> tuple[str, float, bool]:
+        """Observation, reward, and whether the task has ended; any text is answered.
+
+        The reward comes with the end. Chance is drawn from `self.np_random`.
+        """
+        raise NotImplementedError
+
+    def valid_actions(self) -> list[str]:
+        """Every action that would be acted on now, each once, in a fixed order.
+
+        Empty before the end: they are not listed, and any text may be one.
+        """
+        raise NotImplementedError
+
+    def save(self) -> Any:
+        """All that `act` changes, in whatever form `load` takes, but for `np_random`."""
+        raise NotImplementedError
+
+    def load(self, saved: Any) -> None:
+        """Return to what was saved, also in another task; `saved` must stay as it is."""
+        raise NotImplementedError
+
+    # -------------------------------------------------------------------- what it may write besides
+
+    def info(self) -> dict[str, Any]:
+        """What `reset` and `step` report beside the observation."""
+        actions = self.valid_actions()
+        return {"task_id": self.task_id, "task": self.task, "valid_actions": actions}
+
+    def instruct(self, instruction: str) -> None:
+        """Begin with another first user message."""
+        self.instruction = instruction
 
     def task_type(self, task_id: str) -> str:
         """The kind of task, where an environment has several: tables have a row for each."""
@@ -115,15 +203,8 @@ class TextEnv(Hooks, gymnasium.Env):
 
     def knows(self, action: str) -> bool:
         """Whether it would act on this text now."""
-        return self.canonical(action) in map(self.canonical, self.valid_actions())
-
-    def snapshot(self) -> Any:
-        """All that a step changes, in whatever form `restore` takes."""
-        raise NotImplementedError
-
-    def restore(self, snapshot: Any) -> None:
-        """Return to a snapshot, which stays as it is: several branches begin there."""
-        raise NotImplementedError
+        valid = self.valid_actions()
+        return not valid or self.canonical(action) in map(self.canonical, valid)
 
     def reward_if_cut(self) -> float:
         """What the environment pays if the episode is cut here, by a limit of steps."""
@@ -133,7 +214,7 @@ class TextEnv(Hooks, gymnasium.Env):
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """A player that knows the task and the pages shown so far, unless it is `omniscient`."""
-        raise NotImplementedError
+        raise UserError(f"{self.name} has no expert: --expert FILE, or --no-expert")
 
     def candidates(self) -> list[tuple[str, str]]:
         """(thought, action) of every valid action in the state at hand, for `--candidates valid`.
@@ -141,10 +222,6 @@ class TextEnv(Hooks, gymnasium.Env):
         A thought says only what follows from the task, the pages so far and the valid actions.
         """
         return [("", action) for action in self.valid_actions()]
-
-    def valid_actions(self) -> list[str]:
-        """Every action that would be acted on now, each once, in a fixed order."""
-        raise NotImplementedError
 
 
 # -------------------------------------------------------------------- environments by their names
@@ -160,28 +237,41 @@ def environment_class(name: str) -> type[TextEnv]:
 
 
 def make(name: str, split: str = "train", **options: Any) -> TextEnv:
-    """Build an environment by name; options are those of its class (`data`, `max_steps`, ...).
+    """Build an environment by name; options are those of its class (`data`, ...) and of every one:
 
-    split: from which every reset draws that names no task.
+    split: from which a reset draws that names no task. max_steps: None for no limit.
+    instruction: a file with another first user message.
     """
-    env = environment_class(name)(**options)
+    kind = environment_class(name)
+    shared = {key: options.pop(key) for key in SHARED if key in options.keys() - parameters(kind)}
+    env = kind(**options)
     env.split = split
+    env.max_steps = shared.get("max_steps", env.max_steps)
+    if file := shared.get("instruction"):
+        env.instruct(Path(file).read_text(encoding="utf-8-sig"))
     return env
 
 
 def from_config(config: Run) -> TextEnv:
     """The environment of --env and --env-option.
 
-    Its `settings` are what a recipe tells of it. A class of your own is checked at its first use.
+    Its `settings` are its part of a recipe, in which a file counts by its content, not by its
+    place. A class of your own is checked at its first use.
     """
     options = options_of(environment_class(config.env), config.env_option)
     env = make(config.env, **options)
+    width = getattr(config, "in_flight", None) or 1
+    if width > env.side_by_side:
+        raise UserError(f"--in-flight {width}: {env.name} plays {env.side_by_side} side by side")
     if config.env not in ENVIRONMENTS and read_run(config.run).get("env") != config.env:
-        check(make(config.env, **options))
+        check(env)
+    files = contents_of(options)
+    places = {*files, "cache"}
+    words = [word for word in config.env_option if word.partition("=")[0] not in places]
     env.settings = {
         "env": config.env,
-        "env_option": config.env_option,
-        "env_files": contents_of(options),
+        "env_option": tuple(words),
+        "env_files": files,
         "env_version": env.version,
     }
     return env

@@ -16,7 +16,7 @@ TASKS = ["-".join(lamps) for n in (1, 2, 3) for lamps in combinations(LAMPS, n)]
 class Switches(TextEnv):
     name = "switches"
     instruction = "You switch lamps on and off. Answer with:\nThought: ...\nAction: switch LAMP, or done"
-    max_steps = tree_steps = 8
+    max_steps = 8
     tree_depth, side_by_side = 3, 64  # D of Algorithm 2; episodes share nothing: `on` is replaced, not changed
 
     def split_ids(self, split: str) -> list[str]:
@@ -25,39 +25,36 @@ class Switches(TextEnv):
             raise UserError(f"switches: unknown split {split!r}: choose one of {', '.join(bounds)}")
         return [task for i, task in enumerate(TASKS) if i % 10 in bounds[split]]
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        self.task_id = self.task_of(seed, options)
-        if self.task_id not in TASKS:
-            raise UserError(f"switches: unknown task {self.task_id!r}: write e.g. {TASKS[-1]}")
-        self.wanted = frozenset(self.task_id.split("-"))
+    def begin(self, task_id: str) -> str:
+        if task_id not in TASKS:
+            raise UserError(f"switches: unknown task {task_id!r}: write e.g. {TASKS[-1]}")
         self.on = frozenset()
-        self.steps = 0
-        return f"Task: {self.task}. All lamps are off.", self.info()
+        return f"Task: {self.task}. All lamps are off."
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        return frozenset(self.task_id.split("-"))
 
     @property
     def task(self) -> str:
         return f"switch on {' and '.join(sorted(self.wanted))}"
 
-    def info(self) -> dict:
-        return {"task_id": self.task_id, "task": self.task, "valid_actions": self.valid_actions()}
-
     def valid_actions(self) -> list[str]:
         return [*(f"switch {lamp}" for lamp in LAMPS), "done"]
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        self.steps += 1
+    def act(self, action: str) -> tuple[str, float, bool]:
         done = action == "done"
         if action in self.valid_actions() and not done:
             self.on ^= {action.removeprefix("switch ")}
         reward = len(self.on & self.wanted) / len(self.on | self.wanted) if done and self.on else 0.0
         seen = f"On: {', '.join(sorted(self.on)) or 'none'}." if action in self.valid_actions() else "No such action."
-        return seen, reward, done, not done and self.steps >= (self.max_steps or 10**9), self.info()
+        return seen, reward, done
 
-    def snapshot(self) -> tuple:
-        return self.task_id, self.wanted, self.on, self.steps
+    def save(self) -> frozenset[str]:
+        return self.on
 
-    def restore(self, snapshot: tuple) -> None:
-        self.task_id, self.wanted, self.on, self.steps = snapshot
+    def load(self, saved: frozenset[str]) -> None:
+        self.on = saved
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         actions = [f"switch {lamp}" for lamp in sorted(self.wanted)]

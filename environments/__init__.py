@@ -1,6 +1,6 @@
 """The environments behind `envs.py`: an engine, its data, its players and its `TextEnv`, a folder each.
 
-No model and no stage of the pipeline is needed here, so that a folder can be lifted into another project.
+No model and no stage of the pipeline is needed here.
 """
 
 import hashlib
@@ -25,6 +25,8 @@ ENVIRONMENTS = {
     "sciworld": "environments.sciworld.env:SciWorldEnv",
     "frozenlake": "environments.frozenlake.env:FrozenLakeEnv",
 }
+SHARED: dict[str, Any] = {"max_steps": None, "instruction": ""}  # options of every class (`envs.make`)
+
 for _name, _place in ENVIRONMENTS.items():  # gymnasium.make("envs:qlass/WebShop-v0", split="test")
     _kind = _place.partition(":")[2].removesuffix("Env")
     gymnasium.register(f"qlass/{_kind}-v0", "envs:make", kwargs={"name": _name})
@@ -69,16 +71,21 @@ def writable(folder: Path) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "qlass"
 
 
+def parameters(kind: Callable) -> dict[str, Any]:
+    """The options of a class by name, each with its default."""
+    return {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+
+
 def options_of(kind: Callable, words: Iterable[str]) -> dict[str, Any]:
     """The options of an environment, from NAME=VALUE. A value is JSON, such as 3, true or null, or else a text;
     UserError for a text in the place of a number, or of true and false."""
     options = {}
-    parameters = inspect.signature(kind).parameters
+    defaults = parameters(kind) | SHARED
     for word in words:
         name, _, value = word.partition("=")
-        if name not in parameters:
-            raise UserError(f"--env-option {word}: its options are {', '.join(parameters)}")
-        default = parameters[name].default
+        if name not in defaults:
+            raise UserError(f"--env-option {word}: its options are {', '.join(defaults)}")
+        default = defaults[name]
         options[name] = value if isinstance(default, str) else from_json(value)
         if isinstance(default, bool | int | float) and isinstance(options[name], str):
             raise UserError(f"--env-option {word}: {name} takes no text (its default is {json.dumps(default)})")

@@ -1,14 +1,43 @@
-"""Play the rules of docs/environment.md in an environment: `python -m environments --env MODULE:CLASS`."""
+"""Play the rules of docs/environment.md in an environment, or play a task yourself:
+
+python -m environments --env MODULE:CLASS
+python -m environments --env webshop --play
+"""
+
+from dataclasses import dataclass
 
 import envs
+from environments import options_of
 from environments.check import check
-from qlass.settings import Run, read_settings, run_stage
+from qlass.settings import Run, read_settings, run_stage, runtime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Run):
+    play: bool = runtime(False)  # a task of the training split, drawn by --seed
+
+
+def play(env: envs.TextEnv, seed: int) -> None:
+    """An episode by hand. An empty line asks for the valid actions; Ctrl-D ends it."""
+    observation, info = env.reset(seed=seed)
+    print(f"{env.instruction}\n\n{observation}")
+    reward, ends = 0.0, [False]
+    while not any(ends):
+        action = input("> ")
+        if action:
+            observation, reward, *ends, info = env.step(action)
+        print(observation if action else " | ".join(info["valid_actions"]))
+    print(f"reward {reward:g} after {env.steps} steps")
 
 
 def main(argv: list[str] | None = None) -> None:
-    env = envs.from_config(read_settings(Run, __doc__, argv))
-    check(env)
-    print(f"{env.name}: keeps the rules")
+    config = read_settings(Config, __doc__, argv)
+    env = envs.make(config.env, **options_of(envs.environment_class(config.env), config.env_option))
+    if config.play:
+        play(env, config.seed)
+    else:
+        check(env)
+        print(f"{env.name}: keeps the rules")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""The rules of docs/environment.md, played in an environment by some twenty steps.
+"""The rules of docs/environment.md, played in an environment by whole episodes.
 
 A run plays them as it first uses a class of your own. By themselves:
 
-    python -m environments --env MODULE:CLASS --env-option NAME=VALUE
+    python -m environments MODULE:CLASS --env-option NAME=VALUE
 """
 
 import itertools
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
 from typing import Any
 
@@ -15,61 +16,125 @@ from gymnasium.utils.env_checker import check_env
 
 from qlass import UserError
 
-STEPS = 3
+STEPS = 100  # of an episode that has no limit
+Turn = tuple[str, tuple]  # an action, and all of its answer but info
 
 
 def check(env: Any) -> None:
-    """UserError that names the first rule which does not hold. Afterwards the environment is spent."""
+    """UserError that names the first rule which does not hold. Afterwards the episode at hand is over."""
+    limit = env.max_steps
     try:
         play_rules(env)
     except (AssertionError, Error) as error:
         raise UserError(f"{env.name}: a rule of docs/environment.md does not hold: {error}") from error
+    finally:
+        env.max_steps = limit
 
 
 def play_rules(env: Any) -> None:
     """AssertionError that names the first rule which does not hold."""
+    assert refuses(env.step, ""), "a step before reset is an error"
+    assert refuses(env.reset, options={"number": 0}), "reset refuses an option that it does not know"
     for split in ("train", "test"):
         tasks = env.split_ids(split)
         assert tasks == env.split_ids(split), f"split_ids({split!r}): the same tasks in the same order at each call"
         assert len(set(tasks)) == len(tasks) > 0, f"split_ids({split!r}): tasks, each once"
         assert all(isinstance(task, str) for task in tasks), "ids are texts"
-    task = env.task_ids("train")[0]
-    answer = env.reset(options={"task_id": task})
-    assert isinstance(answer, tuple) and len(answer) == 2, "reset returns an observation and info"
-    check_page(env, *answer)
-    assert answer[1].get("task_id") == task and isinstance(answer[1].get("task"), str), "info has task_id and task"
-    assert env.reset(options={"task_id": task})[0] == answer[0], "every play of a task begins alike"
-    played = []
-    for action in actions_of(env, task):
-        before = env.snapshot()
-        answer = env.step(action)
-        check_step(env, answer)
-        played.append((before, action, answer[:4]))
-        if answer[2] or answer[3]:
-            break
-    for before, action, answer in reversed(played):
-        env.restore(before)
-        if env.side_by_side > 1:
-            other = env.fork()
-            other.reset(options={"task_id": env.task_ids("train")[-1]})
-            other.close()
-        assert env.step(action)[:4] == answer, "restore goes back to a snapshot, which neither steps nor forks change"
-    check_env(env.fork(), skip_render_check=True)
+    task, *_, other = env.task_ids("train") * 2
+    first = begin(env, task)
+    assert isinstance(first, tuple) and len(first) == 2, "reset returns an observation and info"
+    check_page(env, *first)
+    check_task(first[1], task, env.instruction + " " + first[0])
+    assert begin(env, task)[0] == first[0], "every play of a task begins alike"
+
+    env.max_steps = limit = env.max_steps or STEPS
+    snapshots: list[Any] = []
+    whole = list(play(env, expert(env, task), snapshots))
+    env.restore(snapshots[0])
+    env.max_steps = len(whole) + 1  # which tells whether the number of steps is restored too
+    others = list(play(env, otherwise(env, whole), []))
+    begin(env, task)
+    again(env, others, "other actions after restore are answered as in an episode of their own")
+    env.max_steps = limit
+    for i in (len(whole) - 1, 0, 0):
+        env.restore(snapshots[i])
+        again(env, whole[i:], "restore goes back to a snapshot, which no step changes")
+
+    half = len(whole) // 2
+    begin(env, task)
+    again(env, whole[:half], "every play of a task is alike")
+    if env.side_by_side > 1:
+        visit(env.fork(), other)
+    again(env, whole[half:], "what a fork does changes nothing in another episode")
+    visit(env.fork(), other)
+    fork = env.fork()
+    begin(fork, task)
+    again(fork, whole, "a fork plays as the environment does, after the close of another one too")
+    fork.close()
+    check_env(env, skip_render_check=True, skip_close_check=True)
     env.max_steps = 1
-    env.reset(options={"task_id": task})
+    begin(env, task)
     assert any(env.step("sing a song")[2:4]), "any text is answered, and the last of max_steps truncates"
 
 
-def actions_of(env: Any, task_id: str) -> Iterator[str]:
-    """The expert's first actions or, without one, any that is valid. The caller steps the environment between two."""
+def begin(env: Any, task: str) -> tuple[str, dict]:
+    return env.reset(options={"task_id": task})
+
+
+def refuses(call: Callable, *args: Any, **options: Any) -> bool:
     try:
-        for move in itertools.islice(env.expert(task_id), STEPS):
-            assert len(move) == 2, "the expert yields (thought, action)"
-            assert all(isinstance(part, str) for part in move), "thought and action are texts"
-            yield move[1]
-    except NotImplementedError:
-        for _ in range(STEPS):
-            yield env.valid_actions()[0]
+        call(*args, **options)
+    except Exception:  # of whatever class
+        return True
+    return False
+
+
+def visit(fork: Any, task: str) -> None:
+    """Some steps of another episode."""
+    begin(fork, task)
+    list(play(fork, itertools.islice(otherwise(fork, []), 3), []))
+    fork.close()
+
+
+def play(env: Any, actions: Iterable[str], snapshots: list[Any]) -> Iterator[Turn]:
+    """Play to the end of the episode, or of the actions. snapshots: gets the one before each step."""
+    for action in itertools.islice(actions, env.step_limit()):
+        snapshots.append(env.snapshot())
+        answer = env.step(action)
+        check_step(env, answer)
+        yield action, answer[:4]
+        if any(answer[2:4]):
+            after = env.step(action)[1:4]
+            assert after == (0, *answer[2:4]), "a step after the end pays 0, and the end stays"
+            break
+
+
+def again(env: Any, turns: Iterable[Turn], rule: str) -> None:
+    for action, answer in turns:
+        assert env.step(action)[:4] == answer, f"{rule}: {action!r}"
+
+
+def expert(env: Any, task: str) -> Iterator[str]:
+    """The actions of the expert or, if there is none, others. The caller steps the environment between two."""
+    try:
+        moves = env.expert(task)
+    except UserError:
+        yield from otherwise(env, [])
+        return
+    for move in moves:
+        assert len(move) == 2, "the expert yields (thought, action)"
+        assert all(isinstance(part, str) for part in move), "thought and action are texts"
+        offered = env.candidates()
+        assert env.omniscient or not offered or move in offered, f"candidates() has the expert's {move}"
+        yield move[1]
+
+
+def otherwise(env: Any, turns: Iterable[Turn]) -> Iterator[str]:
+    """Valid actions by chance, without end, others than in `turns` if there are; if none are listed, some texts."""
+    rng = random.Random(0)
+    for taken, _ in itertools.chain(turns, itertools.repeat(("", ()))):
+        valid = env.valid_actions() or ["look", "1", taken]
+        yield rng.choice([action for action in valid if action != taken] or valid)
 
 
 def check_step(env: Any, answer: Any) -> None:
@@ -88,3 +153,10 @@ def check_page(env: Any, observation: Any, info: Any) -> None:
     assert info.get("valid_actions") == actions, "info has valid_actions"
     assert all(isinstance(action, str) for action in actions), "valid_actions are texts"
     assert len(set(actions)) == len(actions), "valid_actions has each once"
+
+
+def check_task(info: dict, task: str, text: str) -> None:
+    """text: that the model reads."""
+    assert info.get("task_id") == task and isinstance(info.get("task"), str), "info has task_id and task"
+    sentence, read = (" ".join(words.lower().split()) for words in (info["task"], text))
+    assert sentence in read, "info's task stands in the instruction or in the first observation"

@@ -1,10 +1,12 @@
-"""What an environment may offer beyond what the stages of the pipeline rely on: `envs.TextEnv` derives from `Hooks`.
+"""Optional methods of an environment: `envs.TextEnv` derives from `Hooks`.
 
-Experiments, tables, published files and the display of an episode ask for it. Each hook has a default, so that a class
-of your own names only those that it can serve.
+Stages, experiments and tables call them. Each has a default, so that a class of your own names only those that it can
+serve.
 """
 
 from collections.abc import Callable, Iterator
+
+from gymnasium.utils import seeding
 
 from qlass import UserError
 
@@ -52,3 +54,4 @@ class Hooks:
 
     def reseed(self, seed: int) -> None:
         """Use other random numbers from here on. A restored state brings its own."""
+        self.np_random, _ = seeding.np_random(seed)

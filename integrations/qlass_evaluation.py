@@ -30,21 +30,21 @@ class ALFWorld(ALFWorldEnv):
 
     agreement = ""  # so the first observation follows the instruction in one message
 
-    def __init__(self, instruction: str, example: str, data: str | None = None, max_steps: int | None = 40) -> None:
-        super().__init__(data, instruction=instruction, max_steps=max_steps)
+    def __init__(self, instruction: str, example: str, data: str | None = None) -> None:
+        super().__init__(data)
         solved = ""
         for number, turn in enumerate(json.loads(Path(example).read_text(encoding="utf-8"))[0]):
             later_observation = number > 0 and number % 2 == 0
             solved += turn["content"] + ("\n\n" if later_observation else "\n")
-        shown = f"{self.template}\n---\nHere is an example.\n\n{solved}\n---\n"
+        told = Path(instruction).read_text(encoding="utf-8-sig")
+        shown = f"{told}\n---\nHere is an example.\n\n{solved}\n---\n"
         self._load(self.split_ids("valid_seen")[0])
         if not self.game.old:
             warn("the authors' agent writes `put X in/on Y`, and these games want the newer `move X to Y`")
         self.instruct(f"{shown}Now, it's your turn and here is the task.\n")
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        observation, info = super().reset(seed=seed, options=options)
-        return observation.replace("\n\n", "\n"), info
+    def begin(self, task_id: str) -> str:
+        return super().begin(task_id).replace("\n\n", "\n")
 
 
 def figures(paths: list[Path]) -> Iterator[str]:

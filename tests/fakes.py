@@ -52,10 +52,12 @@ class FakeEnv(envs.TextEnv):
 
     name = "fake"
     instruction = "walk"
-    tree_depth, tree_steps, max_steps, side_by_side = 2, 5, 5, 64
+    tree_depth, max_steps, side_by_side = 2, 5, 64
+    task = "find the purse"
 
     def __init__(self, world: dict = WORLD, tasks: int = 6, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__()
+        vars(self).update(options)
         self.world, self.tasks, self.played = world, tasks, []  # `played`: every step, shared by all forks
         self.path: tuple[str, ...] = ()
 
@@ -69,34 +71,28 @@ class FakeEnv(envs.TextEnv):
     def split_ids(self, split: str) -> list[str]:
         return {split: [f"{split}{i}" for i in range(self.tasks)] for split in ("train", "val", "test")}[split]
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        self.task_id, self.path, self.steps = self.task_of(seed, options), (), 0
-        return self._look(), self._info()
+    def begin(self, task_id: str) -> str:
+        self.path = ()
+        return self._look()
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        self.steps += 1
+    def act(self, action: str) -> tuple[str, float, bool]:
         self.played.append((self.task_id, *self.path, action))
         known = action in self.here
         self.path += (action,) * known
         ended = not isinstance(self.here, dict)
-        truncated = not ended and self.max_steps is not None and self.steps >= self.max_steps
-        seen = self._look() if known else "nothing happens"
-        return seen, float(self.here) if ended else 0.0, ended, truncated, self._info()
+        return self._look() if known else "nothing happens", float(self.here) if ended else 0.0, ended
 
     def _look(self) -> str:
         return " ".join(("you", "stand", "at", "start", *self.path))
 
-    def _info(self) -> dict:
-        return {"task_id": self.task_id, "task": "find the purse", "valid_actions": self.valid_actions()}
-
     def valid_actions(self) -> list[str]:
         return list(self.here) if isinstance(self.here, dict) else []
 
-    def snapshot(self) -> tuple:
-        return self.task_id, self.path, self.steps
+    def save(self) -> tuple:
+        return self.path
 
-    def restore(self, snapshot: tuple) -> None:
-        self.task_id, self.path, self.steps = snapshot
+    def load(self, saved: tuple) -> None:
+        self.path = saved
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         return best(self.here, gamma)

@@ -4,19 +4,22 @@ import copy
 import itertools
 import json
 import math
+import random
 from collections import Counter
 from importlib.util import find_spec
+from typing import ClassVar
 
 import pytest
+from gymnasium.error import ResetNeeded
 from hypothesis import given
 from hypothesis import strategies as st
 
 import envs
-from docs.switches import Switches
+from docs.switches import TASKS, Switches
 from environments import check
 from environments.__main__ import main
 from qlass import UserError
-from qlass.messages import start, step
+from qlass.messages import parse_action, replay, start, step
 from qlass.settings import Sampling
 
 FLAG = "docs.switches:Switches"
@@ -111,17 +114,50 @@ class Board(Switches):
     """Whose state is a set that it changes, as most programs have it; it is copied where that is needed."""
 
     name, side_by_side = "board", 1
+    power: ClassVar = ["on"]  # which all players share
 
-    def reset(self, **kwargs):
-        answer = super().reset(**kwargs)
+    def begin(self, task_id):
+        page = super().begin(task_id)
         self.on = set()
-        return answer
+        return page
 
-    def snapshot(self):
-        return copy.deepcopy(super().snapshot())
+    def save(self):
+        return set(self.on)
 
-    def restore(self, snapshot):
-        super().restore(copy.deepcopy(snapshot))
+    def load(self, saved):
+        self.on = set(saved)
+
+
+class Dice(envs.TextEnv):
+    """A die is thrown until it shows a six. It lists no actions, and has no expert."""
+
+    task, max_steps = "throw a six", None
+
+    def split_ids(self, split):
+        return [f"{split}{i}" for i in range(5)]
+
+    def begin(self, task_id):
+        self.sum = 0
+        return "Throw a six."
+
+    def act(self, action):
+        thrown = int(self.np_random.integers(1, 7))
+        self.sum += thrown
+        return f"{thrown}, {self.sum} in all", float(thrown == 6), thrown == 6
+
+    def valid_actions(self):
+        return []
+
+    def save(self):
+        return self.sum
+
+    def load(self, saved):
+        self.sum = saved
+
+
+def acts(change):
+    """An act whose answer is changed."""
+    return {"act": lambda self, action: change(*Switches.act(self, action))}
 
 
 def answered(change):
@@ -129,22 +165,58 @@ def answered(change):
     return {"step": lambda self, action: change(*Switches.step(self, action))}
 
 
+def cut_off(self):
+    self.power.clear()
+
+
+def powered(self, action):
+    return "on" if self.power else "dark", *Board.act(self, action)[1:]
+
+
+def own_step(self, action):
+    """Gymnasium's, without an end that stays."""
+    return *self.act(action), False, self.info()
+
+
+def own_reset(self, *, seed=None, options=None):
+    return Board.reset(self, seed=seed, options={"task_id": options.get("task_id", TASKS[0])} if options else None)
+
+
 COUNT = itertools.count()
 BROKEN = [  # what a class does against the rules, and what is said of it
     ({"split_ids": lambda self, split: []}, "tasks, each once"),
     ({"info": lambda self: {"task_id": self.task_id, "task": "", "valid_actions": []}}, "info has valid_actions"),
-    ({"snapshot": Switches.snapshot}, "restore goes back to a snapshot"),
+    ({"save": Switches.save}, "other actions after restore are answered as in an episode of their own"),
+    ({"load": Switches.load}, "restore goes back to a snapshot, which no step changes"),
+    ({"save": lambda self: 0, "load": lambda self, saved: None}, "other actions after restore"),
+    ({"restore": lambda self, saved: self.load(saved[-1])}, "other actions after restore"),
     ({"valid_actions": lambda self: ["done", "done"]}, "valid_actions has each once"),
     ({"valid_actions": lambda self: [1], "info": lambda self: {"valid_actions": [1]}}, "valid_actions are texts"),
     ({"expert": lambda self, task: iter([("", "done", 1)])}, "the expert yields (thought, action)"),
     ({"expert": lambda self, task: iter([("", 1)])}, "thought and action are texts"),
-    ({"fork": lambda self: self, "side_by_side": 2}, "which neither steps nor forks change"),
-    ({"task": property(lambda self: str(next(COUNT)))}, "every play of a task begins alike"),
+    (
+        {"expert": lambda self, task: iter([("I am sure.", "done")])},
+        "candidates() has the expert's ('I am sure.', 'done')",
+    ),
+    ({"fork": lambda self: self, "side_by_side": 2}, "what a fork does changes nothing in another episode"),
+    ({"act": powered, "close": cut_off}, "after the close of another one too"),
+    ({"begin": lambda self, task: f"{Board.begin(self, task)} {next(COUNT)}"}, "every play of a task begins alike"),
+    (
+        {"begin": lambda self, task: Board.begin(self, task) and "Dark."},
+        "info's task stands in the instruction or in the first observation",
+    ),
+    (acts(lambda o, r, done: (f"{o} {random.random()}", r, done)), "other actions after restore"),
+    (acts(lambda o, r, done: (o, 0.5, done)), "the last step earns 0 to 1, others 0"),
     (answered(lambda *answer: answer[:4]), "step returns an observation, a reward, terminated, truncated and info"),
     (answered(lambda o, r, *rest: (o, None, *rest)), "a reward is a number from 0 to 1"),
-    (answered(lambda o, r, *rest: (o, 0.5, *rest)), "the last step earns 0 to 1, others 0"),
     (answered(lambda o, r, d, t, i: (o, r, d, t, None)), "info is a dictionary"),
     (answered(lambda o, r, d, t, i: (o, r, d, False, i)), "the last of max_steps truncates"),
+    ({"step": own_step}, "a step before reset is an error"),
+    (
+        {"step": lambda self, action: own_step(self, action) if self.task_id else {}["task"]},
+        "a step after the end pays 0",
+    ),
+    ({"reset": own_reset}, "reset refuses an option that it does not know"),
 ]
 
 
@@ -158,10 +230,48 @@ def test_a_class_that_breaks_a_rule_is_refused_in_one_line(change, says):
 
 def test_a_reward_that_is_none_is_refused_at_its_step():
     for reward in (7.0, -0.5, math.nan):
-        rich = type("Rich", (Board,), answered(lambda o, r, *rest, reward=reward: (o, reward, *rest)))()
+        rich = type("Rich", (Board,), acts(lambda o, r, done, reward=reward: (o, reward, done)))()
         state = start(rich, "red")
         with pytest.raises(UserError, match=f"board: 'done' earns {reward}, which is not from 0 to 1"):
             step(rich, state, "done")
+
+
+def test_chance_is_restored_and_actions_need_no_list_and_no_expert():
+    dice = Dice()
+    check.check(dice)
+    dice.reset(seed=1, options={"task_id": "test0"})  # other luck than that of the task
+    here = dice.snapshot()
+    thrown = [dice.step("throw")[0] for _ in range(3)]
+    other = dice.fork()
+    for player in (dice, other):
+        player.restore(here)
+        assert [player.step("throw")[0] for _ in range(3)] == thrown and player.knows("pray")
+    with pytest.raises(UserError, match="dice has no expert: --expert FILE, or --no-expert"):
+        dice.expert("test0")
+
+
+@pytest.mark.parametrize("name", ["webshop", "alfworld", "frozenlake", FLAG])
+def test_an_end_stays_and_pays_once_and_nothing_comes_before_reset(name):
+    env = envs.make(name)
+    with pytest.raises(ResetNeeded, match=f"{env.name}: call reset before step"):
+        env.step("done")
+    task = env.task_ids("train")[0]
+    for option in ("split", "index", "session"):
+        with pytest.raises(UserError, match=f"reset has no option {option}, but task_id"):
+            env.reset(options={"task_id": task, option: 1})
+    env.max_steps = None
+    actions = [move.action for move in replay(env, task)][1:]
+    for limit, pays in ((None, 1), (1, 0)):
+        env.max_steps = limit
+        env.reset(options={"task_id": task})
+        before = env.snapshot()
+        assert sum(env.step(parse_action(action))[1] > 0 for action in actions * 2) == pays
+        ended, steps = env.step("look"), env.steps
+        assert ended[1] == 0 and any(ended[2:4])
+        for action in ("done", "click[back to search]", "search[red]"):
+            assert env.step(action)[:4] == ended[:4] and env.steps == steps
+        env.restore(before)
+        assert not any(env.end)
 
 
 def test_the_command_says_that_a_class_with_changing_parts_keeps_the_rules(capsys):
@@ -205,7 +315,7 @@ def test_options_arrive_as_their_defaults_are(monkeypatch, tmp_path):
     assert options == (2, None, "1", False, 3, str(tmp_path))
     assert built(kind="Bare").settings["env_option"] == ()
     for option, says in (
-        ("sizes=7", "sizes=7: its options are size, rate, level, dark, limit, file"),
+        ("sizes=7", "sizes=7: its options are size, rate, level, dark, limit, file, max_steps, instruction"),
         ("rate=fast", r"rate=fast: rate takes no text \(its default is 0.5\)"),
         ("dark=False", r"dark=False: dark takes no text \(its default is false\)"),
     ):

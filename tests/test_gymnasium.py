@@ -63,7 +63,7 @@ def test_environments_side_by_side_play_their_split_through_every_autoreset(name
 def test_a_drawn_task_has_luck_of_its_own_and_a_named_one_always_the_same():
     env = envs.make("frozenlake", map="4x4", slippery=True)
     named = {"task_id": env.task_ids("train")[0]}
-    luck = [(env.reset(options=named), env.chances.random())[1] for _ in range(2)]
+    luck = [(env.reset(options=named), env.np_random.random())[1] for _ in range(2)]
     assert luck[0] == luck[1]
-    drawn = [(env.reset(seed=seed), env.chances.random())[1] for seed in (5, None, None, 5, None)]
+    drawn = [(env.reset(seed=seed), env.np_random.random())[1] for seed in (5, None, None, 5, None)]
     assert drawn[:2] == drawn[3:] and len(set(drawn)) == 3

@@ -22,11 +22,10 @@ def wording(task: str, index: int) -> str:
 class Shop(FakeEnv):
     """Two pages that both show the task, as WebShop's do, behind candidate "c1"."""
 
+    task = TASK
+
     def _look(self):
         return f"page {TASK} end"
-
-    def _info(self):
-        return super()._info() | {"task": TASK}
 
 
 def guided(method: Method, trial: int):

@@ -11,7 +11,7 @@ from typing import Any
 
 from data import make_alfworld
 from environments import writable
-from envs import UNSET, TextEnv
+from envs import TextEnv
 from qlass import UserError
 
 from . import engine, expert, games, plans, textworld
@@ -24,12 +24,13 @@ class ALFWorldEnv(TextEnv):
     data: folder with json_2.1.1/ as ALFWorld ships it; None: the bundled generator's games,
     made when they are first asked for.
     engine: "python", or "textworld" for the original (requirements-alfworld.txt).
-    instruction: a file with the first user message; PUT in it stands for the wording of a game's own grammar.
+    PUT in an instruction stands for the wording of a game's own grammar.
     thoughts: whether candidates and the expert have them; they restate the task and all texts so far. Where the task
     is an annotator's sentence there are none, and the expert knows the game's goal.
     """
 
     name, side_by_side = "alfworld", 64
+    tree_steps = 18
     instruction = (
         "You are in a household and have a task to do there.\n"
         "First you are told what is in the room and what your task is. Then, each turn, you read what your last action "
@@ -45,12 +46,10 @@ class ALFWorldEnv(TextEnv):
         self,
         data: str | Path | None = None,
         engine: str = "python",
-        instruction: str | Path | None = None,
         thoughts: bool = True,
         seed: int = 0,
-        max_steps: int | None = UNSET,
     ) -> None:
-        super().__init__(max_steps, instruction)
+        super().__init__()
         self.thoughts = thoughts
         if engine not in ("python", "textworld"):
             raise UserError(f"alfworld: unknown engine {engine!r}: choose python or textworld")
@@ -59,7 +58,7 @@ class ALFWorldEnv(TextEnv):
         self.engine, self.seed = engine, seed
         if data:
             self.games = games.Games(data)
-        self.task_id, self.template = None, self.instruction  # no task yet
+        self.loaded, self.template = "", self.instruction  # no task yet
         self.instruction = self.template.replace("PUT", PUT[0].format("{obj}", "{recep}"))
 
     @functools.cached_property
@@ -88,7 +87,7 @@ class ALFWorldEnv(TextEnv):
 
     def in_own_words(self, text: str) -> str:
         """ETO's demonstrations are of the older grammar (put X in/on Y), alfworld's games since 0.4 of the newer."""
-        if self.task_id is None:
+        if not self.loaded:
             self._load(self.split_ids("train")[0])
         for newer, older in (PUT, PUT_ANSWERS):
             theirs, ours = (newer, older) if self.game.old else (older, newer)
@@ -100,40 +99,36 @@ class ALFWorldEnv(TextEnv):
         return task_id.split("/")[1].split("-")[0]
 
     def _load(self, task_id: str) -> None:
-        if task_id != self.task_id:
+        if task_id != self.loaded:
             game = self.games.load(task_id)
             self.player = game if self.engine == "python" else textworld.TextWorldGame(self.games.path(task_id))
             self.game = game
             self.instruction = self.template.replace("PUT", PUT[game.old].format("{obj}", "{recep}"))
-            self.task_id = task_id
+            self.loaded = task_id
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        self._load(self.task_of(seed, options))
-        self.state, self.steps, self.feedback = self.player.start, 0, self.player.first
+    def begin(self, task_id: str) -> str:
+        self._load(task_id)
+        self.state, self.feedback = self.player.start, self.player.first
         observation = self.feedback.removeprefix(engine.BANNER)
         self.memory = expert.Memory.first(observation, self.game.goal, self.games.rates, self.game.old)
-        return observation, self._info()
+        return observation
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        self.steps += 1
+    def act(self, action: str) -> tuple[str, float, bool]:
         self.state, self.feedback = self.player.step(self.state, action)
         observation = re.sub(r"^You arrive at loc \d+\. ", "", self.feedback.strip())
         self.memory = self.memory.after(action.strip(), observation, self.state.commands)
-        truncated = not self.state.won and self.max_steps is not None and self.steps >= self.max_steps
-        return observation, float(self.state.won), self.state.won, truncated, self._info()
+        return observation, float(self.state.won), self.state.won
 
     def knows(self, action: str) -> bool:
         return action.strip() in self.state.commands
 
-    def _info(self) -> dict[str, Any]:
-        return {
-            "task_id": self.task_id,
-            "task": self.game.task,
-            "valid_actions": self.valid_actions(),
-            "admissible_commands": sorted(self.state.commands),
-            "feedback": self.feedback,
-            "won": self.state.won,
-        }
+    @property
+    def task(self) -> str:
+        return self.game.task
+
+    def info(self) -> dict[str, Any]:
+        commands = sorted(self.state.commands)
+        return super().info() | {"admissible_commands": commands, "feedback": self.feedback, "won": self.state.won}
 
     def valid_actions(self) -> list[str]:
         return [command for command in sorted(self.state.commands) if command != "help"]
@@ -160,12 +155,12 @@ class ALFWorldEnv(TextEnv):
         for action in self.game.walkthrough or plans.plan(self.game, self.game.start) or ():
             yield self._thought(action), action
 
-    def snapshot(self) -> tuple:
-        return self.task_id, self.state, self.memory, self.steps, self.feedback
+    def save(self) -> tuple:
+        return self.state, self.memory, self.feedback
 
-    def restore(self, snapshot: tuple) -> None:
-        self._load(snapshot[0])
-        _, self.state, self.memory, self.steps, self.feedback = snapshot
+    def load(self, saved: tuple) -> None:
+        self._load(self.task_id)
+        self.state, self.memory, self.feedback = saved
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         """gamma ** the steps of a player who knows where everything is, 0 where the goal is out of reach.

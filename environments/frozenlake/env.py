@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import re
-import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 from gymnasium.envs.toy_text.utils import categorical_sample
-from gymnasium.utils import seeding
 
-from envs import UNSET, TextEnv
+from envs import TextEnv
 from qlass import UserError
 
 from . import lake
@@ -38,12 +34,11 @@ class FrozenLakeEnv(TextEnv):
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
     prefix, instruction, markov = "", introduction, True
+    tree_steps = 18
     given = ""  # another first user message, for all tasks
 
-    def __init__(
-        self, map: str = "8x8", slippery: bool = False, stray: float = 0.3, max_steps: int | None = UNSET
-    ) -> None:
-        super().__init__(max_steps)
+    def __init__(self, map: str = "8x8", slippery: bool = False, stray: float = 0.3) -> None:
+        super().__init__()
         if map not in lake.LAYOUTS:
             raise UserError(f"frozenlake: unknown map {map!r}: choose one of {', '.join(lake.LAYOUTS)}")
         self.layout, self.stray = ("slippery-" if slippery else "") + map, stray
@@ -69,7 +64,6 @@ class FrozenLakeEnv(TextEnv):
             self.lake = lake.load(task_id)
         except ValueError as error:
             raise UserError(f"frozenlake: {error}") from None
-        self.task_id, self.cell = task_id, int(self.lake.s)
         # A fixed map is shown once, and a lake by its number in each observation. A random map stands in each
         # observation, its rows to be read cell by cell.
         self.new_map = "random" in task_id
@@ -78,23 +72,19 @@ class FrozenLakeEnv(TextEnv):
         own = self.introduction if self.new_map else f"{self.introduction}\nThe map:\n{self.rows}"
         self.instruction = self.given or own
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        self._load(self.task_of(seed, options))
-        self.chances, _ = seeding.np_random(zlib.crc32(self.task_id.encode()) if seed is None else seed)
-        self.steps = 0
-        return self._look(), self._info()
+    def begin(self, task_id: str) -> str:
+        self._load(task_id)
+        self.cell = int(self.lake.s)
+        return self._look()
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        self.steps += 1
-        move, reward, terminated, note = action.strip().lower(), 0.0, False, ""
-        if move in lake.MOVES:
-            outcomes = self.lake.P[self.cell][lake.MOVES.index(move)]
-            chosen = categorical_sample([probability for probability, *_ in outcomes], self.chances)
-            _, self.cell, reward, terminated = outcomes[chosen]
-        else:
-            note = "Invalid action: choose left, down, right or up. "
-        truncated = not terminated and self.max_steps is not None and self.steps >= self.max_steps
-        return note + self._look(), float(reward), bool(terminated), truncated, self._info()
+    def act(self, action: str) -> tuple[str, float, bool]:
+        move = action.strip().lower()
+        if move not in lake.MOVES:
+            return f"Invalid action: choose left, down, right or up. {self._look()}", 0.0, False
+        outcomes = self.lake.P[self.cell][lake.MOVES.index(move)]
+        chosen = categorical_sample([probability for probability, *_ in outcomes], self.np_random)
+        _, self.cell, reward, done = outcomes[chosen]
+        return self._look(), float(reward), bool(done)
 
     def _look(self) -> str:
         kind, number = lake.kind(self.lake, self.cell), re.search(r"lakes/(\d+)", self.task_id)
@@ -112,9 +102,6 @@ class FrozenLakeEnv(TextEnv):
         cells = [list(line.replace(" ", "")) for line in self.rows.splitlines()]
         cells[row][column] = "@"
         return "\n".join(map(" ".join, cells))
-
-    def _info(self) -> dict[str, Any]:
-        return {"task_id": self.task_id, "task": self.task, "valid_actions": self.valid_actions()}
 
     def valid_actions(self) -> list[str]:
         return list(lake.MOVES) if lake.kind(self.lake, self.cell) == "ice" else []
@@ -149,25 +136,12 @@ class FrozenLakeEnv(TextEnv):
             move = lake.MOVES[rng.choice(np.flatnonzero(q[self.cell] > least))]
             yield self._thought(move), move
 
-    def fork(self) -> TextEnv:
-        other = super().fork()
-        if hasattr(self, "chances"):
-            other.chances = self._luck(self.chances)
-        return other
+    def save(self) -> int:
+        return self.cell
 
-    def snapshot(self) -> Any:
-        return self.task_id, self.cell, self.steps, self._luck(self.chances)
-
-    def restore(self, snapshot: Any) -> None:
-        task_id, cell, steps, chances = snapshot
-        self._load(task_id)
-        self.cell, self.steps, self.chances = cell, steps, self._luck(chances)
-
-    def _luck(self, chances: np.random.Generator) -> np.random.Generator:
-        return copy.deepcopy(chances) if self.task_id.startswith("slippery") else chances  # of which dry ice has none
-
-    def reseed(self, seed: int) -> None:
-        self.chances, _ = seeding.np_random(seed)
+    def load(self, saved: int) -> None:
+        self._load(self.task_id)
+        self.cell = saved
 
     def _q_here(self, gamma: float, later: int = 0) -> np.ndarray:
         """Q*(s, a) of this cell, shape (4,), within the steps that are left after so many more."""

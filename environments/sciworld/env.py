@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from envs import UNSET, TextEnv
+from envs import TextEnv
 from qlass import UserError
 
 from . import expert, simulator, tasks
@@ -29,7 +29,7 @@ class SciWorldEnv(TextEnv):
     """
 
     name = "sciworld"
-    tree_depth, side_by_side = 6, 4
+    tree_depth, tree_steps, side_by_side = 6, 18, 4
     omniscient = True  # the simulator's own solutions
     instruction = (
         "You are a scientist who does an experiment in a building and its surroundings. Its rooms are: kitchen, "
@@ -50,12 +50,8 @@ class SciWorldEnv(TextEnv):
         balanced: bool = True,
         split_file: str | Path | None = None,
         simulators: int = 4,
-        instruction: str | Path | None = None,
-        max_steps: int | Literal["eto"] | None = UNSET,
     ) -> None:
-        super().__init__(UNSET if max_steps == "eto" else max_steps, instruction)
-        if max_steps == "eto":
-            self.max_steps = max_steps
+        super().__init__()
         self.tasks, self.balanced, self.split_file = tasks, balanced, split_file
         self.side_by_side = simulators
         self.pool = simulator.simulators()
@@ -81,47 +77,50 @@ class SciWorldEnv(TextEnv):
     def task_type(self, task_id: str) -> str:
         return task_id.split("/")[1]
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        task_id = self.task_of(seed, options)
-        self.restore((tasks.find_task(task_id), task_id, (), (), (), 0.0, 0))
-        description = self.pool.description(self.task)
-        return description, self._info(description, 0.0)
+    def begin(self, task_id: str) -> str:
+        problem = tasks.find_task(task_id)
+        start = simulator.Turn(self.pool.description(problem), 0.0, False)
+        self.load((problem, (), (), (), 0.0, start))
+        return start.observation
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        turn, self.played = self.pool.step(self.task, self.played, action)
-        self.recent = (*self.recent, (action, turn.observation))[-3:]
-        self.inventory = expert.inventory_after(self.inventory, turn.observation)
-        self.best, self.steps = max(self.best, turn.score), self.steps + 1
-        limit = self.step_limit()
-        truncated = not turn.over and limit is not None and self.steps >= limit
-        reward = self.reward_if_cut() if turn.over or truncated else 0.0
-        return turn.observation, reward, turn.over, truncated, self._info(turn.observation, turn.score)
+    def act(self, action: str) -> tuple[str, float, bool]:
+        self.turn, self.played = self.pool.step(self.problem, self.played, action)
+        self.recent = (*self.recent, (action, self.turn.observation))[-3:]
+        self.inventory = expert.inventory_after(self.inventory, self.turn.observation)
+        self.best = max(self.best, self.turn.score)
+        return self.turn.observation, self.best if self.turn.over else 0.0, self.turn.over
+
+    @property
+    def task(self) -> str:
+        return self.pool.description(self.problem).removeprefix("Task Description:\n")
 
     def step_limit(self) -> int | None:
-        return tasks.eto_steps(self.task) if self.max_steps == "eto" else self.max_steps
+        return tasks.eto_steps(self.problem) if self.max_steps == "eto" else self.max_steps
 
     def knows(self, action: str) -> bool:
-        turn, _ = self.pool.step(self.task, self.played, action)  # remembered for the step
+        turn, _ = self.pool.step(self.problem, self.played, action)  # remembered for the step
         return not turn.observation.startswith(simulator.UNKNOWN)
 
     def reward_if_cut(self) -> float:
         return self.best
 
-    def _info(self, feedback: str, score: float) -> dict[str, Any]:
-        task = self.pool.description(self.task).removeprefix("Task Description:\n")
-        info = {"task_id": self.task_id, "task": task, "feedback": feedback, "score": score, "won": score >= 1}
-        valid = functools.partial(self.pool.valid_actions, self.task, self.played)  # costs ten times what a step does
+    def info(self) -> dict[str, Any]:
+        score = self.turn.score
+        info = {"task_id": self.task_id, "task": self.task, "feedback": self.turn.observation}
+        info |= {"score": score, "won": score >= 1}
+        # They cost ten times what a step does.
+        valid = functools.partial(self.pool.valid_actions, self.problem, self.played)
         return simulator.Lazy(info, valid_actions=valid, admissible_commands=valid)
 
     def valid_actions(self) -> list[str]:
-        return self.pool.valid_actions(self.task, self.played)
+        return self.pool.valid_actions(self.problem, self.played)
 
     def candidates(self) -> list[tuple[str, str]]:
         """At most 60 (see expert.candidates); where the simulator asks which object is meant, the answers."""
         if self.recent and self.recent[-1][1].startswith(simulator.AMBIGUOUS):
             return [(meant, str(i)) for i, meant in enumerate(simulator.choices(self.recent[-1][1]))]
         recent = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
-        task = self.pool.description(self.task)
+        task = self.pool.description(self.problem)
         actions = expert.candidates(self.valid_actions(), task, recent, " ".join(self.inventory))
         return [(expert.thought(action), action) for action in actions]
 
@@ -141,11 +140,11 @@ class SciWorldEnv(TextEnv):
 
         return {"uniform": uniform}
 
-    def snapshot(self) -> Any:
-        return self.task, self.task_id, self.played, self.recent, self.inventory, self.best, self.steps
+    def save(self) -> tuple:
+        return self.problem, self.played, self.recent, self.inventory, self.best, self.turn
 
-    def restore(self, snapshot: Any) -> None:
-        self.task, self.task_id, self.played, self.recent, self.inventory, self.best, self.steps = snapshot
+    def load(self, saved: tuple) -> None:
+        self.problem, self.played, self.recent, self.inventory, self.best, self.turn = saved
         self.pool.players.add(self)
 
     def close(self) -> None:

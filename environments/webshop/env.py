@@ -10,7 +10,7 @@ from typing import Any
 
 from data import make_webshop
 from environments import writable
-from envs import UNSET, TextEnv
+from envs import TextEnv
 from qlass import UserError
 
 from . import catalogue, earnings, engine, expert
@@ -52,25 +52,26 @@ class WebShopEnv(TextEnv):
         title_nouns: str | Path | None = None,
         human_goals: bool = False,
         split_file: str | Path | None = None,
-        instruction: str | Path | None = None,
         per_product: float = math.inf,
         page_size: int = 0,
         cache: str | Path | None = None,
         seed: int = 0,
-        max_steps: int | None = UNSET,
     ) -> None:
+        super().__init__()
         own_tasks = data or seed or human_goals or goals or split_file
         if data is None:
             self.max_steps = self.tree_steps = engine.BUNDLED_MAX_STEPS
             page_size = page_size or engine.BUNDLED_PAGE_SIZE
             data = make_webshop.ensure(seed, writable(make_webshop.GENERATED))
-        super().__init__(max_steps, instruction)
         cache = Path(cache) if cache else None
         self.shop = engine.load(Path(data), goals, title_nouns, human_goals, seed, page_size or engine.PAGE_SIZE, cache)
         tuning = 0 if own_tasks else TUNING
         self.splits = catalogue.splits(self.shop.owners, self.shop.shares, split_file, per_product, tuning)
         self.published = human_goals and split_file is not None
-        self.index, self.session = 0, engine.Session()
+
+    @property
+    def index(self) -> int:
+        return int(self.task_id)
 
     @property
     def goal(self) -> dict:
@@ -110,34 +111,25 @@ class WebShopEnv(TextEnv):
         is_goal = task_id.isdecimal() and int(task_id) < len(self.shop.goals)
         return self.shop.goals[int(task_id)]["asin"] if is_goal else task_id
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        task_id = self.task_of(seed, options)
+    def begin(self, task_id: str) -> str:
         if not task_id.isdecimal() or int(task_id) >= len(self.shop.goals):
             raise UserError(f"webshop: unknown task {task_id!r}: tasks are 0 to {len(self.shop.goals) - 1}")
-        self.index = int(task_id)
-        self.session, self.steps = engine.Session(), 0
-        return self.shop.text(self.session, self.index), self._info()
+        self.session = engine.Session()
+        self.details = None
+        return self.shop.text(self.session, self.index)
 
     def knows(self, action: str) -> bool:
         name, value = engine.parse(action)
         return name == "search" or (name == "click" and bool(self.shop.page(self.session).clickables.get(value)))
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        self.steps += 1
-        self.session, details = self.shop.act(self.session, self.index, action)
-        bought = details is not None
-        reward = self.session.reward if bought else 0.0
-        truncated = not bought and self.left <= 0
-        info = self._info() | ({"reward_details": details} if bought else {})
-        return self.shop.text(self.session, self.index), reward, bought, truncated, info
+    def act(self, action: str) -> tuple[str, float, bool]:
+        self.session, self.details = self.shop.act(self.session, self.index, action)
+        bought = self.details is not None
+        return self.shop.text(self.session, self.index), self.session.reward if bought else 0.0, bought
 
-    def _info(self) -> dict[str, Any]:
-        return {
-            "task_id": str(self.index),
-            "task": self.task,
-            "valid_actions": self.valid_actions(),
-            "clickables": list(self.shop.page(self.session).clickables),
-        }
+    def info(self) -> dict[str, Any]:
+        bought = {"reward_details": self.details} if self.details else {}
+        return super().info() | {"clickables": list(self.shop.page(self.session).clickables)} | bought
 
     def message(self, observation: str) -> str:
         """Without the reward, which the receipt states: no score of a step may read it there."""
@@ -152,11 +144,11 @@ class WebShopEnv(TextEnv):
             return [("search for it", f"search[{query}]") for query in self.shop.queries(self.index)]
         return list(self.shop.page(self.session).candidates)
 
-    def snapshot(self) -> tuple[int, engine.Session, int]:
-        return self.index, self.session, self.steps
+    def save(self) -> engine.Session:
+        return self.session
 
-    def restore(self, snapshot: tuple[int, engine.Session, int]) -> None:
-        self.index, self.session, self.steps = snapshot
+    def load(self, saved: engine.Session) -> None:
+        self.session, self.details = saved, None
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         """The best discounted final reward within the steps that are left (earnings.value); for oracles only."""
