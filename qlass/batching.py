@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from qlass import UserError
 from qlass.chat import Rendering
 from qlass.messages import State, react
 
@@ -74,6 +75,10 @@ def ask(
 ) -> Sample:
     """Request n actions in the state that `env` is in; temperature None: the rendering's."""
     candidates = env.candidates() if rendering.candidates == "valid" else ()
+    if rendering.candidates == "valid" and not candidates:
+        raise UserError(
+            f"{env.name} lists no valid actions: clone a --model with --candidates free"
+        )
     valid = dict.fromkeys(react(*candidate) for candidate in candidates)
     if temperature is None:
         temperature = rendering.temperature

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from qlass import UserError
+from qlass.records import as_user_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class State:
 
     def extended(self, action: str, observation: str) -> State:
         """s_{t+1}."""
-        turn = ("assistant", action), ("user", observation)
+        turn = message("assistant", action), message("user", observation)
         return dataclasses.replace(self, messages=self.messages + turn)
 
     def prefix(self, n: int) -> State:
@@ -53,25 +54,35 @@ class State:
         return [{"role": role, "content": content} for role, content in self.messages]
 
 
+def message(role: str, content: str) -> tuple[str, str]:
+    """A message, with a fixed text in the place of blanks alone, which servers refuse."""
+    return role, content if content.strip() else "(empty)"
+
+
 def start(env: Any, task_id: str) -> State:
     """The state in which a task begins; `env` stands there."""
-    return first_state(env, *env.reset(options={"task_id": task_id}))
+    with as_user_error(f"{env.name}: task {task_id}", errors=ConnectionError):
+        beginning = env.reset(options={"task_id": task_id})
+    return first_state(env, *beginning)
 
 
 def first_state(env: Any, observation: str, info: dict) -> State:
     """The state of an environment that was reset, from what `reset` returned."""
     if not env.agreement:
-        return State((("user", env.instruction + observation),), info["task"], 0)
-    agreed = ("user", env.instruction), ("assistant", env.agreement)
-    return State((*agreed, ("user", observation)), info["task"])
+        return State((message("user", env.instruction + observation),), info["task"], 0)
+    agreed = message("user", env.instruction), ("assistant", env.agreement)
+    return State((*agreed, message("user", observation)), info["task"])
 
 
 def step(env: Any, state: State, action: str) -> tuple[State, float, bool]:
     """The state that an action leads to, the outcome, and whether the episode is over."""
-    observation, reward, terminated, truncated, _ = env.step(parse_action(action))
+    # Such as the broken pipe of a process that plays.
+    with as_user_error(f"{env.name}: task {env.task_id}", errors=ConnectionError):
+        observation, reward, terminated, truncated, _ = env.step(parse_action(action))
     done = bool(terminated or truncated)
-    if not 0 <= reward <= 1:
-        raise UserError(f"{env.name}: {action!r} earns {reward}, which is not from 0 to 1")
+    if not 0 <= reward <= 1 or (reward and not done):
+        rule = "the last step earns 0 to 1, others 0"
+        raise UserError(f"{env.name}: {action!r} earns {reward}: {rule}")
     return state.extended(action, env.message(observation)), float(reward), done
 
 

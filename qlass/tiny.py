@@ -10,8 +10,12 @@ from qlass.messages import State
 Message = tuple[str, str]  # role and content
 MARK = "✓"
 SAME_PAGE = "(same page)"
-# A word, or a price with its place on the page: "3 $9.50".
-_WORD = re.compile(r" ?(?:\d+ (?=\$))?(\$?[^\W_]+(?:[.'-][^\W_]+)*)")
+# The scripts without blanks, from Thai to Chinese.
+_UNSPACED = "\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
+# A word, or a price with its place on the page: "3 $9.50"; of a script without blanks a letter.
+_WORD = re.compile(
+    rf" ?(?:\d+ (?=\$))?([{_UNSPACED}]|\$?[^\W_{_UNSPACED}]+(?:[.'-][^\W_{_UNSPACED}]+)*)"
+)
 _PRICE = re.compile(r"\$(\d+\.\d+)")
 _LIMIT = re.compile(r"price lower than (\d+\.\d+) dollars")
 _STOP_WORDS = (

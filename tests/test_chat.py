@@ -62,6 +62,7 @@ PRICES = "a red hat, and price lower than 60.00 dollars"
         (PRICES, "Thought:✓ 3 $60.0✓ red✓ hat"),
         (PRICES, "Thought: 1 $60.5 to $70.0✓ hat"),
         ("a red hat", "$5.0 for 5.0"),
+        ("买红色衬衫", "✓红✓色帽子 a1"),  # letter by letter where no blanks stand between words
     ],
 )
 def test_words_of_the_task_and_prices_within_its_limit_are_marked(task, marked):

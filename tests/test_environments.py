@@ -14,11 +14,14 @@ from gymnasium.error import ResetNeeded
 from hypothesis import given
 from hypothesis import strategies as st
 
+import build_trees
 import envs
 from docs.switches import TASKS, Switches
 from environments import check
 from environments.__main__ import main
 from qlass import UserError
+from qlass.batching import ask
+from qlass.chat import Rendering
 from qlass.messages import parse_action, replay, start, step
 from qlass.settings import Sampling
 
@@ -229,11 +232,38 @@ def test_a_class_that_breaks_a_rule_is_refused_in_one_line(change, says):
 
 
 def test_a_reward_that_is_none_is_refused_at_its_step():
-    for reward in (7.0, -0.5, math.nan):
+    for reward, action in ((7.0, "done"), (-0.5, "done"), (math.nan, "done"), (0.5, "switch red")):
         rich = type("Rich", (Board,), acts(lambda o, r, done, reward=reward: (o, reward, done)))()
         state = start(rich, "red")
-        with pytest.raises(UserError, match=f"board: 'done' earns {reward}, which is not from 0 to 1"):
-            step(rich, state, "done")
+        with pytest.raises(UserError, match=f"board: '{action}' earns {reward}: the last step earns 0 to 1, others 0"):
+            step(rich, state, action)
+
+
+def test_what_is_empty_is_a_text_in_the_dialogue_and_a_process_that_is_gone_is_named():
+    mute = type("Mute", (Board,), {"prefix": "", "begin": lambda self, task: Board.begin(self, task)[:0]})()
+    state = start(mute, "red")
+    mute.act = lambda action: (" \n", 0.0, False)
+    state, *_ = step(mute, state, "")
+    assert [text for _, text in state.messages] == [mute.instruction, "OK", *["(empty)"] * 3]
+
+    def gone(*_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    mute.act = mute.begin = gone
+    for call in (lambda: step(mute, state, "done"), lambda: start(mute, "red")):
+        with pytest.raises(UserError, match=r"board: task red: .*Broken pipe"):
+            call()
+
+
+def test_an_unlisted_action_is_not_chosen_from_a_list_and_a_missing_expert_is_told_before_a_rollout(tmp_path):
+    dice = Dice()
+    state = start(dice, "train0")
+    with pytest.raises(UserError, match="dice lists no valid actions: clone a --model with --candidates free"):
+        ask(dice, state, 1, (), Rendering(candidates="valid"))
+    assert ask(dice, state, 1, (), Rendering()).valid == ()
+    config = build_trees.Config(run=tmp_path, tasks="new")
+    with pytest.raises(UserError, match="dice has no expert"):
+        build_trees.build(config, dice, lambda: pytest.fail("an agent was loaded"), {}, {})
 
 
 def test_chance_is_restored_and_actions_need_no_list_and_no_expert():
@@ -300,6 +330,8 @@ class Maze(Switches):
 
 
 class Bare(Switches):
+    name, side_by_side = "bare", 1
+
     def __init__(self):
         super().__init__()
 
@@ -314,6 +346,14 @@ def test_options_arrive_as_their_defaults_are(monkeypatch, tmp_path):
     options = built("size=2", "rate=null", "limit=3", f"file={tmp_path}").options
     assert options == (2, None, "1", False, 3, str(tmp_path))
     assert built(kind="Bare").settings["env_option"] == ()
+    place = tmp_path / "elsewhere"  # a run that moves goes on there
+    place.mkdir()
+    here, there = (built("size=2", f"file={folder}", "dark=true").settings for folder in (place, place.parent))
+    assert here["env_option"] == there["env_option"] == ("size=2", "dark=true")
+    (place / "map").write_text("x")
+    assert here["env_files"] != built("size=2", f"file={place}").settings["env_files"]
+    with pytest.raises(UserError, match="--in-flight 2: bare plays 1 side by side"):
+        envs.from_config(Sampling(env="test_environments:Bare", in_flight=2))
     for option, says in (
         ("sizes=7", "sizes=7: its options are size, rate, level, dark, limit, file, max_steps, instruction"),
         ("rate=fast", r"rate=fast: rate takes no text \(its default is 0.5\)"),

@@ -244,6 +244,8 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
 
 
 class Filed(FakeEnv):
+    task, omniscient = FakeEnv.instruction, True
+
     def __init__(self, data: str, **options):
         super().__init__(json.loads((Path(data) / "world.json").read_text()), **options)
 

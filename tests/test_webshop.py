@@ -289,9 +289,9 @@ def test_the_best_value_in_reach_is_that_behind_the_best_action():
         if int(task) % 2:  # a search that leads astray
             env.step(f"search[{rng.choice(env.shop.products).title}]")
         while env.valid_actions() and env.steps < 7:
-            *here, _ = env.snapshot()
+            _, _, *here = env.snapshot()  # task, steps and the rest
             for left in range(1, 6):
-                before, values = (*here, env.max_steps - left), []
+                before, values = (task, env.max_steps - left, *here), []
                 for action in env.valid_actions():
                     env.restore(before)
                     _, reward, done, *_ = env.step(action)
@@ -299,6 +299,6 @@ def test_the_best_value_in_reach_is_that_behind_the_best_action():
                 env.restore(before)
                 assert env.optimal_value(gamma=0.9) == pytest.approx(0.9 * max(values))
                 checked += max(values) > 0
-            env.restore((*here, 0))
+            env.restore((task, 0, *here))
             env.step(rng.choice(env.valid_actions()))
     assert checked > 20
