@@ -126,8 +126,8 @@ class Explorer:
     async def explore(self, demonstrations: dict[str, Demonstration] | None = None) -> Node:
         """Algorithm 2. Returns the root.
 
-        demonstrations: tau_0 by task; the environment's expert plays other tasks. None: no expert
-        branch (lines 11 to 13).
+        demonstrations: by task; the environment's expert plays other tasks. None if the tree has no
+        expert branch (lines 11 to 13).
         """
         state = start(self.env, self.task_id)  # line 1
         observation = state.observation.removeprefix(self.env.instruction)
@@ -141,9 +141,9 @@ class Explorer:
         else:
             before_expert = self.max_rollouts / 2
             await self.process_queue(queue, before_expert)  # lines 4-10
-            tau = demonstrations.get(self.task_id)
+            own = demonstrations.get(self.task_id)
             self.env.max_steps = limit  # the expert's, too
-            branch = self.add_demonstration(root, tau.state.actions if tau else None)  # line 11
+            branch = self.add_demonstration(root, own.state.actions if own else None)  # line 11
             self.env.max_steps = None
             # In front of the queue: at its end, the bound would never let them come up.
             queue.extendleft(reversed(branch))  # line 12
@@ -192,7 +192,8 @@ class Explorer:
         return branch
 
     def add_demonstration(self, root: Node, actions: Sequence[str] | None) -> list[Node]:
-        """Merge tau_0 into the tree, from the root on. None: the environment's expert plays it.
+        """Merge a demonstration into the tree, from the root on. actions: None if the environment's
+        expert plays it.
 
         It may be longer than the agent's branches, which end at the agent's limit of steps.
         """

@@ -43,13 +43,13 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_config(config)
     agent = ChatModel(config, env, "trees.jsonl")
     config = dataclasses.replace(config, model=agent.version())
-    expert, demonstration_of = config.expert, {}
+    expert, by_task = config.expert, {}
     if expert:
-        _, demonstration_of = demonstrations.by_task(expert, expert, env)
+        _, by_task = demonstrations.by_task(expert, expert, env)
     rollouts, steps = config.rollouts or math.inf, config.steps or env.tree_steps
     most = (config.limit or math.inf) * rollouts * (steps + build_trees.EXTRA_DRAWS)
     announce(most, f"{config.limit} trees, {rollouts} rollouts, {steps} steps")
-    build_trees.build(config, env, lambda: agent, demonstration_of, {"expert": expert})
+    build_trees.build(config, env, lambda: agent, by_task, {"expert": expert})
     meta = meta_path(agent.output)
     write_json(meta, read_json(meta) | {"usage": agent.usage | agent.cost(agent.usage)})
     agent.report()

@@ -91,40 +91,47 @@ def opening_of(messages: list[dict]) -> int:
 def refuse_openings(expert: list[Demonstration], env: Any) -> None:
     """UserError unless demonstrations begin with one instruction and agreement or, without one, as
     the environment begins their tasks: an agent is asked in the words in which it was cloned."""
-    first, train = expert[0].state, {*env.split_ids("train")}
+    first = expert[0].state
+    train = set() if first.opening else {*env.split_ids("train")}
     fork = env.fork()
     fork.agreement = ""
     for number, demonstration in enumerate(expert, 1):
-        task, begin = str(demonstration.task_id), demonstration.state.messages[: first.opening or 1]
+        begin = demonstration.state.messages[: first.opening or 1]
         expected = first.messages[: first.opening]
-        if not first.opening and task in train:
-            expected = start(fork, task).messages
+        if demonstration.task_id in train:
+            expected = start(fork, str(demonstration.task_id)).messages
         if begin != expected:
             found = f"demonstration {number} begins with {[text[:60] for _, text in begin]}"
-            rule = f"all begin with one instruction and agreement, or as {env.name} begins the task"
-            raise UserError(f"{found}: {rule} (let the goal stand in the observation)")
+            rule = "all begin with one instruction and agreement, and the goal stands behind them"
+            raise UserError(f"{found}: {rule} (or, by task_id, as {env.name} begins the task)")
     fork.close()
 
 
 def replay_all(expert: Iterable[Demonstration], env: Any) -> None:
     """Play the demonstrations of training tasks again, and warn of those that earn another reward
     than the recorded one, or of which the environment knows no action."""
-    fork, train = env.fork(), {*env.split_ids("train")}
+    train = {*env.split_ids("train")}
+    fork = env.fork()
     strange: list[Any] = []
-    for demonstration in (line for line in expert if line.task_id in train):
-        actions, known, reward = demonstration.state.actions, False, math.inf
-        moves = replay(fork, str(demonstration.task_id), actions)
+    for demonstration in expert:
+        task: Any = demonstration.task_id
+        if task not in train:
+            continue
+        known, reward = False, math.inf
+        actions = demonstration.state.actions
+        moves = replay(fork, task, actions)
         with contextlib.suppress(UserError):  # the episode ends before the last action
             for action, _ in zip(actions, moves, strict=False):
                 known = known or fork.knows(parse_action(action))
             reward = next(moves).reward
         recorded = reward if demonstration.reward is None else demonstration.reward
         if not known or abs(reward - recorded) > 0.01:
-            strange.append(demonstration.task_id)
+            strange.append(task)
     fork.close()
     if strange:
         fault = f"earn another reward here, or have no action that {env.name} knows"
-        warn(f"{len(strange)} demonstrations {fault}, such as that of task {strange[0]}")
+        found = f"{len(strange)} demonstrations {fault}, such as that of task {strange[0]}"
+        warn(f"{found} (python -m reporting.demonstration)")
 
 
 def demonstrations_of(checkpoint: Path) -> tuple[Path | None, int | None]:

@@ -151,8 +151,8 @@ def test_texts_that_the_environment_takes_for_the_same_are_one_child(monkeypatch
     step = FakeEnv.step
     monkeypatch.setattr(FakeEnv, "canonical", lambda self, action: action.lower())
     monkeypatch.setattr(FakeEnv, "step", lambda self, action: step(self, action.lower()))
-    tau = {"train0": shown("Action: left", "Action: left")}
-    _, asked, root, env = grow({(): "LEFT left right left LEFT right"}, depth=0, expert=tau)
+    told = {"train0": shown("Action: left", "Action: left")}
+    _, asked, root, env = grow({(): "LEFT left right left LEFT right"}, depth=0, expert=told)
     assert [path for path, n in asked if n == NEW] == [()] * 2
     assert [parse_action(child.action) for child in root.children.values()] == ["LEFT", "right"]
     assert root.children["left"].demonstrated

@@ -76,7 +76,7 @@ def test_new_trajectories_stand_behind_the_demonstrations_that_the_agent_was_clo
     merged = stage("qlass", "-N", "2")
     assert [line["task_id"] for line in merged[:2]] == ["mine0", "mine1"]  # n_expert
     read = demonstrations.read(tmp_path / "self_train-qlass.jsonl", FakeEnv())
-    assert [tau.source for tau in read] == ["expert"] * 2 + ["policy"] * (len(merged) - 2)
+    assert [line.source for line in read] == ["expert"] * 2 + ["policy"] * (len(merged) - 2)
     played = read_jsonl(tmp_path / "self_train-qlass.rollouts.jsonl")
     assert [len(record["trajectories"]) for record in played] == [2] * 6
     assert len(merged) - 2 == meta_of(tmp_path / "self_train-qlass.jsonl")["kept"]

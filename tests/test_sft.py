@@ -304,7 +304,7 @@ WHOLE = "walkyou stand at start"
 )
 def test_all_demonstrations_begin_alike(expert, number):
     """Else an agent would be asked in other words than it was cloned in."""
-    with pytest.raises(UserError, match=f"demonstration {number} begins with .*let the goal stand in the observation"):
+    with pytest.raises(UserError, match=f"demonstration {number} begins with .*the goal stands behind them"):
         demonstrations.refuse_openings(expert, FakeEnv())
     demonstrations.refuse_openings(expert[: number - 1] or [begun(*TOLD)], FakeEnv())
 

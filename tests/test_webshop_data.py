@@ -112,8 +112,8 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path):
     assert env.published_id({"id": "webshop_3"}) is None and env.published_id({}) is None
     assert isinstance(env.shop.goals[0]["goal_options"], list), "people name values, not options"
     (tmp_path / "eto.json").write_text(json.dumps([eto(env, task) for task in env.task_ids("train")]))
-    written = {tau.task_id: tau for tau in read(tmp_path / "eto.json", env)}
-    assert {tau.state.messages[0] for tau in written.values()} == {("user", INSTRUCTION)}
-    for task, tau in written.items():  # its actions earn here what they earned there
-        *_, last = replay(env, task, tau.state.actions)
+    written = {shown.task_id: shown for shown in read(tmp_path / "eto.json", env)}
+    assert {shown.state.messages[0] for shown in written.values()} == {("user", INSTRUCTION)}
+    for task, shown in written.items():  # its actions earn here what they earned there
+        *_, last = replay(env, task, shown.state.actions)
         assert last.done and last.reward > 0.9
