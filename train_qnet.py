@@ -223,7 +223,7 @@ def train(
 def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[Pairs]]:
     """Of the first `limit` labelled trees: their tasks, and their pairs."""
     trees = list(islice(read_trees(labels, Label), limit))
-    with as_user_error(labels):
+    with as_user_error(labels, errors=KeyError):  # of a root without messages
         pairs = list(map(pairs_of, trees))
     return [tree[0]["task_id"] for tree in trees], pairs
 

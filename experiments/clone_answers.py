@@ -58,7 +58,7 @@ def example_of(chat: Chat, state: State, limit: int, answer: list[int], weight: 
     for turn, tokens in enumerate([*chat.message_tokens(state), answer]):
         if turn % 2 == 1:
             predictions += [(len(ids) - 1 + i, token, 1.0) for i, token in enumerate(tokens)]
-        elif weight and turn >= chat.stays(state):
+        elif weight and turn >= chat.fixed_messages(state):
             predictions += [(len(ids) - 1, token, weight) for token in tokens]
         ids += tokens
     return Example(ids[:limit], [target for target in predictions if target[0] < limit - 1])

@@ -206,7 +206,7 @@ class Chat:
         lists = self.message_tokens(state)
         # As an action, a text that was cut at its limit has one token more: the end of its turn.
         room = self.context - self.rendering.max_new_tokens - 1
-        length, front = sum(map(len, lists)), self.stays(state)
+        length, front = sum(map(len, lists)), self.fixed_messages(state)
         while length > room and len(lists) > front + 2:
             warn("prompts beyond the model's context leave out their oldest turns")
             length -= len(lists.pop(front)) + len(lists.pop(front))
@@ -223,10 +223,10 @@ class Chat:
         prompt = self.prompt(state)
         return prompt + self.action(action, state.task, len(prompt))
 
-    def stays(self, state: State) -> int:
-        """How many lists at the front of a prompt are never cut: instruction, agreement, task."""
+    def fixed_messages(self, state: State) -> int:
+        """The number of lists at a prompt's front that stay: instruction, agreement, task."""
         return 1 + state.opening * self.aids.keep_instruction
 
-    def is_cut(self, state: State) -> bool:
-        """Does its prompt lack old turns?"""
+    def is_truncated(self, state: State) -> bool:
+        """Whether its prompt lacks old turns."""
         return len(self.prompt_tokens(state)) < len(self.message_tokens(state))

@@ -70,7 +70,7 @@ def costs_of(
     read = sum(len(chat.action(action, state.task)) for state, action in by_qnet)
     generated = sum(candidate.tokens for step in steps for candidate in step.samples)
     tokens = {"prompt": prompt, "generated": generated, "scored": read and prompt + read}
-    cut_prompts = len([step for step in steps if chat.is_cut(step.state)])
+    cut_prompts = len([step for step in steps if chat.is_truncated(step.state)])
     return {"tokens": tokens, "cut_prompts": cut_prompts}
 
 
@@ -86,8 +86,8 @@ def environment_tokens(chat: Chat, episodes: Any) -> int:
             messages = chat.prompt_tokens(state)
             if t == 0:
                 messages = messages[::2]  # not the agent's OK
-            elif chat.is_cut(state):
-                messages = messages[chat.stays(state) :]
+            elif chat.is_truncated(state):
+                messages = messages[chat.fixed_messages(state) :]
             else:
                 messages = messages[-1:]
             tokens.setdefault(state, sum(map(len, messages)))

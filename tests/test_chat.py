@@ -176,7 +176,7 @@ def test_prompts_beyond_the_context():
         state = state.extended("Action: left", "Observation: nothing happens")
     for stays, asked in ((3, state), (1, State(state.messages[2:], "", 0))):  # whose first message tells all of it
         lists, whole = chat.prompt_tokens(asked), chat.message_tokens(asked)
-        assert chat.is_cut(asked) and sum(map(len, lists)) <= 34
+        assert chat.is_truncated(asked) and sum(map(len, lists)) <= 34
         assert lists == whole[:stays] + whole[stays - len(lists) :]  # instruction, task and the newest turns
         assert sum(map(len, lists + whole[stays : stays + 2])) > 34  # no more than had to go
     chat.context = 15

@@ -243,7 +243,7 @@ def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted
         return chat
 
     monkeypatch.setattr(models, "load_chat", of_32_tokens)
-    monkeypatch.setattr("qlass.chat.Chat.stays", lambda *_: 1)  # as where the first message tells all
+    monkeypatch.setattr("qlass.chat.Chat.fixed_messages", lambda *_: 1)  # as where the first message tells all
     asked = ("--method", "greedy", "qlass")
     records = search(*asked, out="cut.jsonl")
     for r in records:  # what the environment says first: 3 + 6; then each prompt without its first turns: 3 + 8, 3 + 9
