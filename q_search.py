@@ -40,7 +40,6 @@ from qlass.chat import Chat, Rendering
 from qlass.files import Inputs
 from qlass.messages import State, parse_action, start, step
 from qlass.noise import uniforms
-from qlass.results import Episode, Step
 from qlass.settings import Sampling, read_settings, run_stage, runtime
 
 METHODS = {  # what scores the candidates of each
@@ -76,6 +75,25 @@ class Config(Sampling):
     label: str | None = None  # a variant's name, kept in each line
     max_steps: PositiveInt | None = None  # the environment's
 
+
+# ------------------------------------------------------------------------------------- an episode
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Lines 5 to 9 of Algorithm 4."""
+
+    state: State  # s_t
+    samples: Sequence[Candidate]  # M, as the agent wrote them
+    candidates: list[str]  # the distinct actions among them
+    scores: list[float]  # of the candidates; nan where nothing scores them
+    action: str  # the one taken
+    observation: str  # what it led to
+    reward: float
+    valid: bool = True  # whether the environment acts on it
+
+
+Episode = list[Step]
 
 # -------------------------------------------------------------------------------------- the methods
 
@@ -286,12 +304,7 @@ def evaluate(
         rewards = [out.groups[key][0]["reward"] for key in keys if key in out.groups]
         mean = sum(rewards) / max(1, len(rewards))
         print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks")
-    out.finish(
-        planned,
-        leaks=results.leaks(env, out.records, inputs),
-        protocol=results.protocol(env, chat),
-    )
-    results.tell_unknown(out.records)
+    out.finish(planned, protocol=results.protocol(env, chat))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,11 +7,11 @@ from collections import Counter
 
 import q_search
 from envs import TextEnv
-from q_search import Method, distinct_actions
+from q_search import Episode, Method, Step, distinct_actions
 from qlass.batching import ask
 from qlass.chat import Chat
 from qlass.messages import parse_action, start, step
-from qlass.results import Episode, Step, costs_of, describe
+from qlass.results import costs_of, describe
 from qlass.settings import read_settings, run_stage
 
 

@@ -24,12 +24,12 @@ from tyro.conf import arg
 import envs
 import q_search
 from experiments import paraphrase
-from q_search import Method, methods_of
+from q_search import Episode, Method, Step, methods_of
 from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, react, start, step
-from qlass.results import Episode, Step, describe
+from qlass.results import describe
 from qlass.settings import read_settings, run_stage, runtime
 
 PLAYERS = ("rule", "expert", "oracle")

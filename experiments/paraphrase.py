@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from experiments.chat_policy import ChatServer
-from q_search import Method
+from q_search import Episode, Method
 from qlass import UserError
 from qlass.batching import Candidate, Remote, Sample
 from qlass.chat import Chat
 from qlass.messages import State
-from qlass.results import Episode, environment_tokens
+from qlass.results import environment_tokens
 from qlass.tiny import sentence
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording

@@ -16,12 +16,11 @@ import envs
 import q_search
 from experiments.chat_policy import ChatServer
 from experiments.compare import Variant
-from q_search import Method, episode
+from q_search import Episode, Method, episode
 from qlass import UserError
 from qlass.batching import Remote, Request, Score
 from qlass.chat import Chat
 from qlass.messages import State
-from qlass.results import Episode
 from qlass.settings import read_settings, run_stage, runtime
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."

@@ -28,13 +28,13 @@ import envs
 import q_search
 from experiments import All, several
 from experiments.compare import Variant
-from q_search import Method, distinct_actions
+from q_search import Method, Step, distinct_actions
 from qlass import UserError, files
 from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, start, step
 from qlass.noise import uniforms
-from qlass.results import Step, costs_of, describe
+from qlass.results import costs_of, describe
 from qlass.settings import Number, read_settings, run_stage, runtime
 
 

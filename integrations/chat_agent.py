@@ -42,7 +42,7 @@ from tyro.conf import Fixed, arg
 import envs
 import q_search
 from experiments.chat_policy import ChatServer, Reply
-from q_search import Method, methods_of
+from q_search import Episode, Method, methods_of
 from qlass import UserError
 from qlass.batching import Candidate, Remote, Sample, Score
 from qlass.chat import Rendering
@@ -51,7 +51,7 @@ from qlass.files import Inputs, dumps, warn
 from qlass.messages import State, parse_action, without_thinking
 from qlass.noise import uniforms
 from qlass.records import as_user_error
-from qlass.results import Episode, costs_of, describe
+from qlass.results import costs_of, describe
 from qlass.settings import Number, Sampling, read_settings, run_stage, runtime
 
 OPENAI = "https://api.openai.com/v1"

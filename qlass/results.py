@@ -1,34 +1,19 @@
-"""results.jsonl: what its lines say of a task and a method, and its metadata of all of them."""
+"""Lines of results.jsonl: what a task and a method came to, and what they cost."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qlass.batching import Candidate
 from qlass.chat import Chat
-from qlass.files import Inputs, meta_of, warn
 from qlass.messages import State
 
+if TYPE_CHECKING:
+    from q_search import Episode, Step
+
 # --------------------------------------------------------------------------- the outcome of a task
-
-
-@dataclass(frozen=True)
-class Step:
-    """Lines 5 to 9 of Algorithm 4."""
-
-    state: State  # s_t
-    samples: Sequence[Candidate]  # M, as the agent wrote them
-    candidates: list[str]  # the distinct actions among them
-    scores: list[float]  # of the candidates; nan where nothing scores them
-    action: str  # the one taken
-    observation: str  # what it led to
-    reward: float
-    valid: bool = True  # whether the environment acts on it
-
-
-Episode = list[Step]
 
 
 def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
@@ -111,27 +96,3 @@ def protocol(env: Any, chat: Chat | None) -> dict[str, Any]:
         fields["temperature"] = chat.rendering.temperature
         fields["tokens"] = "nominal" if chat.rendering.candidates == "valid" else "real"
     return fields
-
-
-def tell_unknown(records: list[dict]) -> None:
-    """Warn of episodes in which the environment knew no action: their text may be of another form,
-    such as Markdown's."""
-    lost = [line for line in records if line.get("unknown_actions") == line["n_steps"] > 0]
-    if lost:
-        action = lost[0]["steps"][0]["action"]
-        warn(f"in {len(lost)} of {len(records)} results no action is known, such as {action!r}")
-
-
-def leaks(env: Any, played: list[dict], checkpoints: Inputs) -> dict[str, int]:
-    """From how many of the tasks that were played, or others of their subjects, agent and QNet have
-    learned. Published splits overlap (WebShop's in 21 tasks), so this is no refusal."""
-    tasks = {record["task_id"] for record in played}
-    counts = {}
-    for name, checkpoint in checkpoints.items():
-        learned = meta_of(checkpoint).get("tasks", []) if checkpoint else []
-        subjects = set(map(env.subject, learned))
-        counts[name] = sum(env.subject(task) in subjects for task in tasks)
-        if counts[name]:
-            share = f"{counts[name]} of the {len(tasks)} tasks that were played"
-            warn(f"{checkpoint} has learned from {share}, or from others of their subjects")
-    return counts

@@ -13,6 +13,8 @@ from typing import Any
 
 import pandas as pd
 
+import envs
+from environments import options_of
 from qlass import UserError, records
 from qlass.files import input_of, meta_of, parts_folder, warn
 from qlass.messages import parse_action
@@ -177,7 +179,7 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
         values = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
         groups.append(Group(Condition(**values), episodes))
     groups.sort(key=lambda group: group.condition.order())
-    warnings += dict.fromkeys([*check_tables(groups), *check_rows(groups), *doubts(groups)])
+    warnings += dict.fromkeys([*check_tables(groups), *check_rows(groups), *doubts(groups), *leaks(groups)])
     for warning in warnings:
         warn(warning)
     return groups
@@ -220,6 +222,21 @@ def doubts(groups: Iterable[Group]) -> Iterator[str]:
         share = group.episodes["unknown"].sum() / max(1, group.episodes["steps"].sum())
         if share > 0.05:
             yield f"{group.condition}: the environment did not know {share:.0%} of its actions"
+
+
+def leaks(groups: Iterable[Group]) -> Iterator[str]:
+    """Files whose agent or QNet has learned from tasks that were played, or from others of their subjects. Published
+    splits overlap (WebShop's in 21 tasks), so this is no refusal."""
+    for path, episodes in pd.concat([group.episodes for group in groups]).groupby("file"):
+        recipe, tasks = meta_of(path)["recipe"], set(episodes["task"])
+        checkpoints = filter(None, (input_of(path, name) for name in ("sft", "qnet")))
+        learned = {checkpoint: meta_of(checkpoint).get("tasks") for checkpoint in checkpoints}
+        if "env_option" in recipe and any(learned.values()):
+            env = envs.make(recipe["env"], **options_of(envs.environment_class(recipe["env"]), recipe["env_option"]))
+            for checkpoint, known in learned.items():
+                subjects = set(map(env.subject, known or ()))
+                if n := sum(env.subject(task) in subjects for task in tasks):
+                    yield f"{checkpoint} has learned from {n} of {len(tasks)} tasks that were played, or their subjects"
 
 
 # -------------------------------------------------------------------------------- what one table, and one row, may hold

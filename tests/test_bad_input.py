@@ -12,7 +12,6 @@ from test_bellman import node
 import bellman
 from qlass import UserError
 from qlass.demonstrations import demonstrations_of, read
-from qlass.results import leaks
 from qlass.trees import read_trees
 from reporting.expected import read_ranges
 from reporting.results import lines_of
@@ -151,12 +150,3 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
     checkpoint(tmp_path / "eto", sft="sft", expert="other.jsonl")  # it may compare with others
     assert demonstrations_of(checkpoint(tmp_path / "grpo", sft="eto")) == (expert, None)
     assert demonstrations_of(checkpoint(tmp_path / "few", n_expert=3, expert="expert.jsonl")) == (expert, 3)
-
-
-def test_tasks_that_were_learned_from_are_counted(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(FakeEnv, "subject", lambda self, task: task.replace("1", "2"))
-    played = [{"task_id": task} for task in "137"]
-    sft, qnet = checkpoint(tmp_path / "sft", ["2", "8"]), checkpoint(tmp_path / "qnet", ["3", "7"])
-    # 1 and 2 want the same product.
-    assert leaks(FakeEnv(), played, {"sft": sft, "qnet": qnet}) == {"sft": 1, "qnet": 2}
-    assert f"{qnet} has learned from 2 of the 3 tasks" in capsys.readouterr().err

@@ -13,7 +13,6 @@ from q_search import Method
 from qlass import UserError, models
 from qlass.batching import Candidate, Sample, Score
 from qlass.messages import parse_action
-from qlass.results import tell_unknown
 from reporting.show import show
 
 CHAT, stage = word_chat(), q_search
@@ -195,15 +194,6 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
     assert text.startswith("Task test0. None of the first 2 test tasks has 3 steps in which there was a choice;")
     assert "There was a choice in 1 of 2 steps: step 1. In the others all samples were one action." in text
     assert not list(Path().iterdir())
-
-
-def test_actions_that_the_environment_never_knew_are_told(capsys):
-    known = {"unknown_actions": 1, "n_steps": 2, "steps": [{"action": "go"}] * 2}
-    lost = {"unknown_actions": 2, "n_steps": 2, "steps": [{"action": "**go**"}] * 2}
-    tell_unknown([known])
-    assert not capsys.readouterr().err
-    tell_unknown([known, lost])
-    assert "in 1 of 2 results no action is known, such as '**go**'" in capsys.readouterr().err
 
 
 def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search):

@@ -245,6 +245,19 @@ def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_no_row(
         parts_of(tmp_path)
 
 
+def test_tasks_that_a_checkpoint_has_learned_from_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeEnv, "subject", lambda self, task: task.replace("x", "z"))  # x and z want one product
+    monkeypatch.setattr("envs.environment_class", lambda name: FakeEnv)
+    folder = Path(run_folder(tmp_path / "run", tasks="xy"))
+    for name, learned in (("sft", ["z"]), ("qnet", ["u"]), ("results", None)):
+        file = folder / f"{name}.meta.json"
+        meta = json.loads(file.read_text()) | {"tasks": learned}
+        meta["recipe"] |= {"env": "fake", "env_option": []}
+        file.write_text(json.dumps(meta))
+    (told,) = results.leaks(results.read_results(results.result_files([str(folder)])))
+    assert told.startswith(f"{folder}/sft has learned from 1 of 2 tasks")
+
+
 def test_the_protocol_stands_below_the_table(tmp_path, capsys):
     folders = [run_folder(tmp_path / f"seed{n}", n, f"a{n}", f"b{n}") for n in (0, 1)]
     report.main([*folders, "--out", str(tmp_path / "report.html")])
