@@ -146,11 +146,59 @@ def test_candidates_are_few_valid_and_begin_with_what_the_task_names(env):
     play(env, "train/use-thermometer/0", ["teleport to kitchen", "look around"])
     candidates, valid = env.candidates(), env.valid_actions()
     actions = [action for _, action in candidates]
-    assert len(valid) > 500 and len(set(actions)) == len(actions) <= 60 and set(actions) <= set(valid)
+    assert len(valid) > 500 and len(set(actions)) == len(actions) <= 60
+    assert set(actions) - set(valid) == {"pick up orange"}  # another one is held, of which the agent has not read
     named = {"look around", "wait", "teleport to bathroom", "pick up thermometer", "focus on thermometer"}
     assert named <= set(actions)
     assert not any("sewer" in action or "focus on air" in action for action in actions)
     assert dict(map(reversed, candidates))["pick up thermometer"] == "I can use the thermometer."
+
+
+def test_candidates_depend_on_nothing_that_the_agent_has_not_read(env):
+    play(env, "train/boil/0", ["teleport to kitchen"])
+    things = {action for _, action in env.candidates()} - {f"teleport to {place}" for place in sciworld.PLACES}
+    assert things == {"look around", "inventory", "wait", "wait1"}
+    env.step("look around")
+    offered, pool = env.candidates(), sciworld.simulators()
+    simulator = pool.nearest(env.problem, env.played)
+    simulator.go_to(env.problem, env.played)
+    agent = simulator.engine.agent().get()
+    room, hidden = agent.getContainer().get(), []
+    accessible = simulator.gateway.jvm.scienceworld.input.InputParser.collectAccessibleObjects(room, False)
+    shown = {thing.uuid() for thing in accessible.toArray(simulator.of_objects)}
+    for thing in room.getContainedObjectsRecursive().toArray(simulator.of_objects):
+        if not (thing.uuid() in shown or thing.isHidden() or thing.name() == "inventory"):  # held, or in closed things
+            thing.removeAndResetContainer()
+            hidden.append(thing.name())
+    assert {"orange", "metal pot"} <= set(hidden)
+    pool.answers.clear()
+    assert env.candidates() == offered and len(offered) > 40
+    simulator.load(env.problem)
+    assert not any(action.startswith("put down") for _, action in env.candidates())
+    for action, thing in {
+        "inventory": "orange in inventory",
+        "open cupboard": None,
+        "look around": "metal pot",
+    }.items():
+        before = " ".join(text for _, text in env.candidates())
+        env.step(action)
+        after = " ".join(text for _, text in env.candidates())
+        assert thing is None or (thing in after and thing not in before)
+
+
+def test_a_list_of_actions_and_the_world_behind_it_are_the_same_whatever_was_asked_before(env):
+    play(env, "train/grow-fruit/0", ["teleport to kitchen", "look around", "pick up seed jar"])
+    pool, lists = sciworld.simulators(), []
+    for asks in (False, True):
+        simulator = pool.nearest(env.problem, env.played)
+        simulator.load(env.problem)
+        pool.answers.clear()
+        for action in env.played:
+            if asks:
+                simulator.valid_actions()
+            simulator.step(action)
+        lists.append(env.valid_actions())
+    assert lists[0] == lists[1]
 
 
 def test_capitals_and_blanks_are_nothing_to_the_simulator(env):

@@ -80,13 +80,15 @@ class SciWorldEnv(TextEnv):
     def begin(self, task_id: str) -> str:
         problem = tasks.find_task(task_id)
         start = simulator.Turn(self.pool.description(problem), 0.0, False)
-        self.load((problem, (), (), (), 0.0, start))
+        self.load((problem, (), (), (), (), 0.0, start))
         return start.observation
 
     def act(self, action: str) -> tuple[str, float, bool]:
         self.turn, self.played = self.pool.step(self.problem, self.played, action)
         self.recent = (*self.recent, (action, self.turn.observation))[-3:]
         self.inventory = expert.inventory_after(self.inventory, self.turn.observation)
+        arrives = self.turn.observation.startswith(("You teleport to ", "You move to "))
+        self.read_here = (*(() if arrives else self.read_here), self.turn.observation)
         self.best = max(self.best, self.turn.score)
         return self.turn.observation, self.best if self.turn.over else 0.0, self.turn.over
 
@@ -116,12 +118,14 @@ class SciWorldEnv(TextEnv):
         return self.pool.valid_actions(self.problem, self.played)
 
     def candidates(self) -> list[tuple[str, str]]:
-        """At most 60 (see expert.candidates); where the simulator asks which object is meant, the answers."""
+        """At most 60 (see expert.candidates), with things that the agent has read of since it came here, or that it
+        holds by what it has read; where the simulator asks which object is meant, the answers."""
         if self.recent and self.recent[-1][1].startswith(simulator.AMBIGUOUS):
             return [(meant, str(i)) for i, meant in enumerate(simulator.choices(self.recent[-1][1]))]
         recent = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
-        task = self.pool.description(self.problem)
-        actions = expert.candidates(self.valid_actions(), task, recent, " ".join(self.inventory))
+        held = expert.words(" ".join(self.inventory))
+        valid = self.pool.valid_actions(self.problem, self.played, held)
+        actions = expert.candidates(valid, self.task, recent, held, " ".join(self.read_here))
         return [(expert.thought(action), action) for action in actions]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
@@ -141,10 +145,10 @@ class SciWorldEnv(TextEnv):
         return {"uniform": uniform}
 
     def save(self) -> tuple:
-        return self.problem, self.played, self.recent, self.inventory, self.best, self.turn
+        return self.problem, self.played, self.recent, self.inventory, self.read_here, self.best, self.turn
 
     def load(self, saved: tuple) -> None:
-        self.problem, self.played, self.recent, self.inventory, self.best, self.turn = saved
+        self.problem, self.played, self.recent, self.inventory, self.read_here, self.best, self.turn = saved
         self.pool.players.add(self)
 
     def close(self) -> None:

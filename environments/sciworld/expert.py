@@ -9,13 +9,15 @@ from __future__ import annotations
 import collections
 import functools
 import re
+from collections.abc import Iterable
 
-from .simulator import UNKNOWN, Simulator, Task, simulators
+from .simulator import AMBIGUOUS, UNKNOWN, Task, simulators
 
 # ------------------------------------------------------------------------------------------------- actions and thoughts
 # What one would say before an action; {0} and {1} are its objects. The reason is the verb's, right or wrong.
 REASONS = {
     "look around": "I need to see what is here.",
+    "inventory": "I need to see what I hold.",
     "teleport to": "The {0} may have what I need.",
     "look at": "I want to know more about the {0}.",
     "focus on": "The task may be about the {0}.",
@@ -58,7 +60,7 @@ def thought(action: str) -> str:
     return REASONS[verb].format(*objects) if verb else "Let me see what this does."
 
 
-def _words(text: str) -> str:
+def words(text: str) -> str:
     """Its words between single blanks, so that whole words are found."""
     return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
 
@@ -68,7 +70,7 @@ def bare(name: str) -> str | None:
     """The words of an object's name without its place and contents; None for scenery."""
     name = re.split(r" in | on | containing ", name.lower())[0]
     scenery = name in SCENERY or name.startswith("door to") or name.endswith(" drain")
-    return None if scenery else _words(name)
+    return None if scenery else words(name)
 
 
 def inventory_after(inventory: tuple[str, ...], observation: str) -> tuple[str, ...]:
@@ -78,19 +80,19 @@ def inventory_after(inventory: tuple[str, ...], observation: str) -> tuple[str, 
     moved = re.fullmatch(r"You move the (.+) to the (.+)\.", observation.strip())
     if not moved:
         return inventory
-    others = tuple(name for name in inventory if _words(moved[1]) not in _words(name))
+    others = tuple(name for name in inventory if words(moved[1]) not in words(name))
     return (*others, moved[1]) if moved[2] == "inventory" else others
 
 
-def candidates(valid: list[str], task: str, recent: str, inventory: str) -> list[str]:
-    """At most AMONG of the valid actions, by a rule that knows what the agent was shown, and so what it holds.
+def candidates(valid: list[str], task: str, recent: str, held: str, here: str) -> list[str]:
+    """At most AMONG of the valid actions, by a rule that knows what the agent has read: of what it holds, and here.
 
     Looking around, waiting and teleporting come first. Then the verbs take turns, each
     beginning with the objects that the task names (twice the weight), that the last turns spoke of, or that the agent
-    holds; first what EXPLORES and what is done with such objects only, then the rest. Scenery is left out, as are the
-    verbs that are not in REASONS.
+    holds; first what EXPLORES and what is done with such objects only, then the rest. Scenery is left out, as are
+    things that the agent has not read of and the verbs that are not in REASONS.
     """
-    texts = [(2, _words(task)), (1, _words(recent)), (1, _words(inventory))]
+    texts, read = [(2, words(task)), (1, words(recent)), (1, held)], {*words(here).split(), *held.split()}
     weight = functools.cache(lambda name: sum(w for w, text in texts if name in text))
     fixed, turns = [], collections.defaultdict(list)
     for action in valid:
@@ -98,7 +100,7 @@ def candidates(valid: list[str], task: str, recent: str, inventory: str) -> list
         names = [bare(name) for name in objects]
         if verb == "teleport to" or (verb and not names):
             fixed.append(action)
-        elif verb and None not in names:
+        elif verb and all(name and read.issuperset(name.split()) for name in names):
             weights = [weight(name) for name in names]
             later = verb not in EXPLORES and 0 in weights
             turns[later, verb].append((-sum(weights) / len(weights), action))
@@ -109,12 +111,12 @@ def candidates(valid: list[str], task: str, recent: str, inventory: str) -> list
 # ------------------------------------------------------------------------------------------------------------- experts
 def shorten(gold: list[str], straight: bool, wait: bool) -> list[str]:
     """A solution in fewer steps: teleporting instead of walking, straight to where something is done (or room by room,
-    where a room passed counts), with a look around on arrival; and waiting instead of looking again and again until
-    something is hot or cold enough, or has come to rest."""
+    where a room passed counts), with a look around on arrival and at what was opened; and waiting instead of looking
+    again and again until something is hot or cold enough, or has come to rest."""
     text = re.sub(r"(?:open door to .*\n)?go to (.*)", r"teleport to \1", "\n".join(gold))
     if straight:
         text = re.sub(r"(?:teleport to .*\n(?:look around\n)*)+(?=teleport to)", "", text)
-    text = re.sub(r"(teleport to .*\n)(?!look around)", r"\1look around\n", text)
+    text = re.sub(r"((?:teleport to|open (?!door)) .*\n)(?!look around)", r"\1look around\n", text)
     text = re.sub(r"pour (.*) in(?:to)? \1(?:\n|$)", "", text)  # the simulator's way to test that it holds something
     if wait:
         again = re.compile(r"((?:examine|look at) .*\n(?:use thermometer .*\n)?)(\1{2,})")
@@ -134,38 +136,29 @@ def wordings(action: str) -> list[str]:
 def expert_plan(task: Task) -> tuple[str, ...]:
     """The first form of the simulator's own solution, from the shortest to the original, that reaches the full score in
     a replay; else the one that scores most."""
-    return simulators().ask(task, (), "plan", lambda simulator: _plan(simulator, task))
-
-
-def _plan(simulator: Simulator, task: Task) -> tuple[str, ...]:
-    gold = simulator.load(task, gold=True)
+    gold = simulators().solution(task)
     forms = [shorten(gold, True, True), shorten(gold, True, False), shorten(gold, False, False), gold]
     best: tuple[float, tuple[str, ...]] = (-1.0, ())
-    for actions in forms:
+    for actions in dict.fromkeys(map(tuple, forms)):  # many a solution has nothing to wait for
         if best[0] < 1:
-            best = max(best, rehearse(simulator, task, actions), key=lambda played: played[0])
+            best = max(best, rehearse(task, actions), key=lambda played: played[0])
     return best[1]
 
 
-def rehearse(simulator: Simulator, task: Task, actions: list[str]) -> tuple[float, tuple[str, ...]]:
+def rehearse(task: Task, actions: Iterable[str]) -> tuple[float, tuple[str, ...]]:
     """Play a solution in the first wording of each action that is understood, and fits one object only; what does
     nothing is left out. Returns the best score and the actions up to the one that reached it."""
-    tries = [wordings(action) for action in actions]
-    while True:
-        simulator.load(task)
-        best, length, doubtful = 0.0, 0, None
-        for wording in tries:
-            for words in wording:
-                turn = simulator.step(words)
-                if not turn.observation.startswith(UNKNOWN):
-                    break
-            if simulator.question and len(wording) > 1 and words != wording[-1]:
-                doubtful = wording, words  # the question has changed the state: once more, without these words
+    played, best, length = (), 0.0, 0
+    for action in actions:
+        forms = wordings(action)
+        for words in forms:
+            turn, after = simulators().step(task, played, words)
+            understood = not turn.observation.startswith(UNKNOWN)
+            if understood and (words == forms[-1] or not turn.observation.startswith(AMBIGUOUS)):
                 break
-            if turn.score > best:
-                best, length = turn.score, len(simulator.played)
-            if turn.over:
-                break
-        if doubtful is None:
-            return best, simulator.played[:length]
-        doubtful[0].remove(doubtful[1])
+        played = after
+        if turn.score > best:
+            best, length = turn.score, len(played)
+        if turn.over:
+            break
+    return best, played[:length]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import json
 import logging
 import os
 import re
@@ -40,6 +39,8 @@ class Turn(NamedTuple):
 
 AMBIGUOUS = "Ambiguous request"
 UNKNOWN = "No known action matches that input."
+PLACES = ("art studio", "bathroom", "bedroom", "foundry", "greenhouse", "hallway", "kitchen", "living room", "outside")
+PLACES += ("workshop",)
 SIMPLIFICATIONS = "easy"  # the package's name for: doors stand open, and one may teleport
 
 
@@ -104,6 +105,11 @@ class Simulator:
             # It also reports every step at length on a stream that nobody reads.
             self.gateway.jvm.System.setOut(self.gateway.jvm.java.io.PrintStream(os.devnull))
             self.engine = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+            kind = self.gateway.jvm.java.lang.Class.forName("scienceworld.struct.EnvObject")
+            tags = getattr(self.gateway.jvm.scala.reflect, "ClassTag$")
+            self.of_objects = getattr(tags, "MODULE$").apply(kind)  # Scala wants to be told an array's type
+            self.nowhere = self.of_objects.newArray(0)
+            self.random = getattr(getattr(self.gateway.jvm.scala.util, "Random$"), "MODULE$")
         except Exception:
             self.close()
             raise
@@ -143,6 +149,7 @@ class Simulator:
         return solution
 
     def _act(self, action: str) -> Turn:
+        self.random.setSeed(len(self.played))  # lists of valid actions take from it, too, and need not have been asked
         observation = self.engine.step(action)
         self.question = observation.startswith(AMBIGUOUS)
         score = self.engine.getScore()
@@ -164,17 +171,41 @@ class Simulator:
         self.task = task
         return turn
 
+    def leads_to(self, task: Task, played: tuple[str, ...]) -> bool:
+        """Whether it is at a point of an episode that the way there leads through."""
+        return self.task == task and played[: len(self.played)] == self.played
+
     def go_to(self, task: Task, played: tuple[str, ...]) -> None:
         """Reach a point of an episode: onwards from here if the way leads through here, else from the beginning."""
-        if self.task != task or played[: len(self.played)] != self.played:
+        if not self.leads_to(task, played):
             self.load(task)
         for action in played[len(self.played) :]:
             self.step(action)
 
-    def valid_actions(self) -> list[str]:
-        """All that the simulator would act on now: hundreds to thousands; numbers, where it has asked a question."""
-        listed = json.loads(self.engine.getValidActionObjectCombinationsJSON())["validActions"]
-        return sorted({sys.intern(action["action"]) for action in listed})  # many a list holds the same texts
+    def valid_actions(self, held: str | None = None) -> list[str]:
+        """All that the simulator acts on here: hundreds; numbers, where it has asked a question.
+
+        held: words that the agent has read of what it holds; other things in its inventory are left out. None: none is.
+
+        The package's own list also has what lies in closed things, on which it does not act. Four fifths of that list's
+        time go into names for the objects of all rooms.
+        """
+        agent, interface = self.engine.agent().get(), self.engine.agentInterface().get()
+        if self.question:
+            return sorted(interface.getValidActionObjectCombinations())
+        self.random.setSeed(0)  # by chance it names one of two things that have all names in common
+        room, scienceworld = agent.getContainer().get(), self.gateway.jvm.scienceworld
+        accessible = scienceworld.input.InputParser.collectAccessibleObjects
+        objects = accessible(room, False)
+        for thing in agent.getInventoryContainer().getContainedObjects(False).toArray(self.of_objects):
+            if held is None or f" {thing.name().lower()} " in held:
+                objects = getattr(objects, "$plus$plus")(accessible(thing, False))
+        array = objects.toArray(self.of_objects)
+        names = interface.inputParser().getAllUniqueReferentsLUTObjList(array, room, True, True)
+        actions = scienceworld.input.ActionDefinitions.mkPossibleActions(agent, array, self.nowhere, names, names)
+        listed = self.gateway.jvm.scala.Predef.genericWrapArray(actions).mkString("\n").split("\n")
+        # Many a list holds the same texts.
+        return sorted({sys.intern(action) for action in [*listed, *(f"teleport to {place}" for place in PLACES)]})
 
 
 class Lazy(dict):
@@ -216,8 +247,9 @@ class Simulators:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.forget)
 
-    def ask(self, task: Task, played: tuple[str, ...], what: str, find: Callable[[Simulator], Any]) -> Any:
-        """find(simulator) at a point of an episode. One that has died or hangs is replaced: nothing is lost with it."""
+    def ask(self, task: Task, played: tuple[str, ...] | None, what: str, find: Callable[[Simulator], Any]) -> Any:
+        """find(simulator) at a point of an episode; None: wherever it is. One that has died or hangs is replaced:
+        nothing is lost with it."""
         key = (task, played, what)
         if key in self.answers:
             return self.answers[key]
@@ -227,7 +259,8 @@ class Simulators:
             simulator = None
             try:
                 simulator = self.nearest(task, played)
-                simulator.go_to(task, played)
+                if played is not None:
+                    simulator.go_to(task, played)
                 answer = find(simulator)
                 break
             except (Py4JError, OSError) as error:
@@ -242,15 +275,21 @@ class Simulators:
             del self.answers[next(iter(self.answers))]
         return answer
 
-    def nearest(self, task: Task, played: tuple[str, ...]) -> Simulator:
-        """The simulator furthest on the way there; if none is on it a new one, or the least recently used."""
-        on_the_way = [s for s in self.running if s.task == task and played[: len(s.played)] == s.played]
+    def nearest(self, task: Task, played: tuple[str, ...] | None) -> Simulator:
+        """The simulator furthest on the way there; if none is on it a new one, or the least recently used, if possible
+        of those that are on no player's way."""
+        on_the_way = [s for s in self.running if played is not None and s.leads_to(task, played)]
         simulator = max(on_the_way, key=lambda s: len(s.played), default=None)
-        if simulator is None:
-            wanted = max(1, min(self.size, len(self.players)))
-            simulator = Simulator() if len(self.running) < wanted else self.running[0]
+        if simulator is None and len(self.running) < max(1, min(self.size, len(self.players))):
+            simulator = Simulator()
+        elif simulator is None:
+            idle = (s for s in self.running if not any(s.leads_to(p.problem, p.played) for p in self.players))
+            simulator = next(idle, self.running[0])
         self.running = [s for s in self.running if s is not simulator] + [simulator]
         return simulator
+
+    def solution(self, task: Task) -> list[str]:
+        return self.ask(task, None, "solution", lambda s: s.load(task, gold=True))
 
     def description(self, task: Task) -> str:
         return self.ask(task, (), "description", lambda s: s.engine.freeActionTaskDesc())
@@ -259,8 +298,9 @@ class Simulators:
         """The turn that an action makes, and what has been played then."""
         return self.ask(task, played, f"step {action}", lambda s: (s.step(action), s.played))
 
-    def valid_actions(self, task: Task, played: tuple[str, ...]) -> list[str]:
-        return list(self.ask(task, played, "valid actions", lambda s: s.valid_actions()))  # the caller's own
+    def valid_actions(self, task: Task, played: tuple[str, ...], held: str | None = None) -> list[str]:
+        valid = self.ask(task, played, f"valid actions {held}", lambda s: s.valid_actions(held))
+        return list(valid)  # the caller's own
 
     @functools.cached_property
     def variations(self) -> dict[str, int]:
@@ -270,7 +310,7 @@ class Simulators:
             names = sorted(simulator.engine.getTaskNames())
             return {name: simulator.engine.getTaskMaxVariations(name) for name in names}
 
-        return self.ask(Task("boil", 0), (), "variations", count)
+        return self.ask(Task("boil", 0), (), "variations", count)  # they are known once a task is loaded
 
     def __reduce__(self) -> tuple:  # of whichever process a pickle is in
         return simulators, (), {"size": self.size}
