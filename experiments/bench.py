@@ -1,6 +1,6 @@
 """How fast each part is, side by side with what one would take without it, in one run.
 
-    python -m experiments.bench                     # all: sampling, trees, qnet, webshop, alfworld
+    python -m experiments.bench                     # all: sampling, trees, qnet
     python -m experiments.bench --only sampling qnet
 
 The ratio says how many times more is done a second, or how many times less is used. Seconds are CPU time of one thread.
@@ -11,12 +11,8 @@ The ratio says how many times more is done a second, or how many times less is u
     trees     exploration trees on the bundled WebShop with a tiny Llama of random weights. Beside it one sequence at a
               time (--plain of the stages)
     qnet      training on these trees, forward and backward, and the tokens that their values take. Beside it --plain
-    webshop   steps of a random shopper through fresh tasks, text and valid actions of each page included. Beside it
-              what Princeton's engine does on its own 1,000 products, a recorded figure (--webshop-data names those)
-    alfworld  steps of random walks. Beside it TextWorld, where requirements-alfworld.txt is installed
 """
 
-import contextlib
 import dataclasses
 import itertools
 import random
@@ -32,10 +28,8 @@ import envs
 import train_qnet
 from bellman import label, q_values
 from build_trees import Explorer, tree_records
-from environments.alfworld.games import load
-from environments.alfworld.textworld import TextWorldGame
 from experiments import drive_in_order
-from qlass import UserError, models
+from qlass import models
 from qlass.batching import Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import demonstrate
@@ -48,12 +42,11 @@ from qlass.tiny import AIDS, tiny_model
 from qlass.training import micro_batches
 from train_qnet import QNet, loss_of, parts_of, scorer
 
-WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 TEXT = 17  # tokens of a demonstration's mean action
 N = 4  # candidates
 
 
-Part = Literal["sampling", "trees", "qnet", "webshop", "alfworld"]
+Part = Literal["sampling", "trees", "qnet"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,14 +54,10 @@ class Config:
     only: tuple[Part, ...] = get_args(Part)  # parts to time
     model: str | None = None  # checkpoint of `sampling` (a tiny random Llama)
     repeats: int = 3  # of `sampling`
-    webshop_data: str | None = None  # WebShop's own files (the bundled catalogue)
-    alfworld_data: str | None = None  # ALFWorld's games (bundled ones)
 
 
-def line(name: str, other: float | None, ours: float, unit: str, spread: Sequence[float] = ()) -> str:
-    """other: None if there is nothing to compare with. unit: with "/" a rate, else a cost. spread: of the ratio."""
-    if other is None:
-        return f"{name:60} {'':14}{ours:>10,.4g} {unit}"
+def line(name: str, other: float, ours: float, unit: str, spread: Sequence[float] = ()) -> str:
+    """unit: with "/" a rate, else a cost. spread: of the ratio."""
     ratio = ours / other if "/" in unit else other / ours
     text = f"{name:60} {other:>10,.4g} -> {ours:>10,.4g} {unit:8}{ratio:8,.1f}x"
     return f"{text} ({min(spread):.1f} to {max(spread):.1f})" if spread else text
@@ -145,9 +134,9 @@ def sampling(name: str, rounds: list[list[Sample]], model: Any, chat: Chat, repe
     return line(f"{name}, {tokens:,} tokens", other, ours, "texts/s", ratios)
 
 
-def three_cases(path: str | None, data: str | None, repeats: int) -> Iterator[str]:
+def three_cases(path: str | None, repeats: int) -> Iterator[str]:
     lake = envs.make("frozenlake")
-    shop = envs.make("webshop", data=data)
+    shop = envs.make("webshop")
     for name, env, skip in (
         ("free text, FrozenLake", lake, 0),
         ("free text, WebShop", shop, 4),
@@ -219,74 +208,13 @@ def qnet(n: int = 2) -> Iterator[str]:
     yield line("values of these trees' nodes", read, ours.cache.computed, "tokens")
 
 
-# -------------------------------------------------------------------------------------------------------- environments
-
-
-def webshop(data: str | None, seconds: float = 5) -> Iterator[str]:
-    """A shopper who clicks at random, through one task after the other: the searches are new ones."""
-    env = envs.make("webshop", data=data)
-    rng = random.Random(0)
-    tasks = itertools.cycle(env.task_ids("all"))
-    steps = 0
-    done = True
-    started = time.process_time()
-    while (spent := time.process_time() - started) < seconds:
-        if done:
-            _, info = env.reset(options={"task_id": next(tasks)})
-        _, _, bought, out_of_steps, info = env.step(rng.choice(info["valid_actions"]))
-        done = bought or out_of_steps
-        steps += 1
-    name = f"WebShop, {len(env.shop.products):,} products of {data or 'the bundled catalogue'}"
-    yield line(name, WEBSHOP_RECORDED if data else None, steps / spent, "steps/s")
-
-
-def random_walk(game: Any, steps: int, rng: random.Random) -> list[str]:
-    """Commands that can be given one after the other."""
-    state = game.start
-    commands: list[str] = []
-    while len(commands) < steps and not state.won:
-        commands.append(rng.choice(sorted(state.commands)))
-        state, _ = game.step(state, commands[-1])
-    return commands
-
-
-def steps_per_second(kind: Callable[[Any], Any], paths: list[Any], walks: list[list[str]]) -> float:
-    """Of these walks, whose next commands are listed."""
-    games = [kind(path) for path in paths]
-
-    def walk() -> None:
-        for game, commands in zip(games, walks, strict=True):
-            state = game.start
-            for command in commands:
-                state, _ = game.step(state, command)
-                sorted(state.commands)
-
-    seconds, _ = timed(walk)
-    return sum(map(len, walks)) / seconds
-
-
-def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) -> Iterator[str]:
-    """The first `plain` of `n` games on TextWorld too."""
-    env = envs.make("alfworld", data=data)
-    rng = random.Random(0)
-    paths = [env.games.path(task) for task in random.Random(0).sample(env.task_ids("train"), n)]
-    walks = [random_walk(load(path), steps, rng) for path in paths]
-    theirs = None
-    with contextlib.suppress(UserError):  # not installed
-        theirs = steps_per_second(TextWorldGame, paths[:plain], walks[:plain])
-    where = f"ALFWorld, games of {data}" if data else "ALFWorld, bundled games"
-    yield line(where, theirs, steps_per_second(load, paths, walks), "steps/s")
-
-
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
     torch.set_num_threads(1)
     parts: dict[str, Callable[[], Iterable[str]]] = {
-        "sampling": partial(three_cases, config.model, config.webshop_data, config.repeats),
+        "sampling": partial(three_cases, config.model, config.repeats),
         "trees": trees,
         "qnet": qnet,
-        "webshop": partial(webshop, config.webshop_data),
-        "alfworld": partial(alfworld, config.alfworld_data),
     }
     for name in config.only:
         for text in parts[name]():
