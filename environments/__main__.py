@@ -1,9 +1,10 @@
 """Play the rules of docs/environment.md in an environment, or play a task yourself:
 
-python -m environments --env MODULE:CLASS
-python -m environments --env webshop --play
+python -m environments MODULE:CLASS
+python -m environments webshop --play
 """
 
+import sys
 from dataclasses import dataclass
 
 import envs
@@ -31,7 +32,9 @@ def play(env: envs.TextEnv, seed: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = read_settings(Config, __doc__, argv)
+    argv = sys.argv[1:] if argv is None else argv
+    named = ["--env"] if argv and not argv[0].startswith("-") else []
+    config = read_settings(Config, __doc__, [*named, *argv])
     env = envs.make(config.env, **options_of(envs.environment_class(config.env), config.env_option))
     if config.play:
         play(env, config.seed)

@@ -37,22 +37,24 @@ def play_rules(env: Any) -> None:
     assert refuses(env.reset, options={"number": 0}), "reset refuses an option that it does not know"
     for split in ("train", "test"):
         tasks = env.split_ids(split)
-        assert tasks == env.split_ids(split), f"split_ids({split!r}): the same tasks in the same order at each call"
-        assert len(set(tasks)) == len(tasks) > 0, f"split_ids({split!r}): tasks, each once"
-        assert all(isinstance(task, str) for task in tasks), "ids are texts"
+        assert tasks == env.split_ids(split), "split_ids gives the same tasks in the same order at each call"
+        assert len(set(tasks)) == len(tasks) > 0, "split_ids gives tasks, each once"
     task, *_, other = env.task_ids("train") * 2
     first = begin(env, task)
     assert isinstance(first, tuple) and len(first) == 2, "reset returns an observation and info"
-    check_page(env, *first)
-    check_task(first[1], task, env.instruction + " " + first[0])
-    assert begin(env, task)[0] == first[0], "every play of a task begins alike"
+    page, info = first
+    check_page(env, page, info)
+    assert info.get("task_id") == task, "info has task_id, a text, and task"
+    sentence, read = (" ".join(text.lower().split()) for text in (info["task"], f"{env.instruction} {page}"))
+    assert sentence in read, "info's task stands in the instruction or in the first observation"
+    assert begin(env, task)[0] == page, "every play of a task begins alike"
 
     env.max_steps = limit = env.max_steps or STEPS
     snapshots: list[Any] = []
     whole = list(play(env, expert(env, task), snapshots))
     env.restore(snapshots[0])
     env.max_steps = len(whole) + 1  # which tells whether the number of steps is restored too
-    others = list(play(env, otherwise(env, whole), []))
+    others = list(play(env, others_of(env), []))
     begin(env, task)
     again(env, others, "other actions after restore are answered as in an episode of their own")
     env.max_steps = limit
@@ -90,9 +92,9 @@ def refuses(call: Callable, *args: Any, **options: Any) -> bool:
 
 
 def visit(fork: Any, task: str) -> None:
-    """Some steps of another episode."""
+    """Three steps of another episode."""
     begin(fork, task)
-    list(play(fork, itertools.islice(otherwise(fork, []), 3), []))
+    list(play(fork, itertools.islice(others_of(fork), 3), []))
     fork.close()
 
 
@@ -101,11 +103,14 @@ def play(env: Any, actions: Iterable[str], snapshots: list[Any]) -> Iterator[Tur
     for action in itertools.islice(actions, env.step_limit()):
         snapshots.append(env.snapshot())
         answer = env.step(action)
-        check_step(env, answer)
+        assert isinstance(answer, tuple) and len(answer) == 5, "step returns a tuple of five, as Gymnasium has them"
+        observation, reward, *ends, info = answer
+        assert isinstance(reward, Real) and 0 <= reward <= 1, "a reward is a number from 0 to 1"
+        assert any(ends) or reward == 0, "the last step earns 0 to 1, others 0"
+        check_page(env, observation, info)
         yield action, answer[:4]
-        if any(answer[2:4]):
-            after = env.step(action)[1:4]
-            assert after == (0, *answer[2:4]), "a step after the end pays 0, and the end stays"
+        if any(ends):
+            assert env.step(action)[1:4] == (0, *ends), "a step after the end pays 0, and the end stays"
             break
 
 
@@ -119,31 +124,20 @@ def expert(env: Any, task: str) -> Iterator[str]:
     try:
         moves = env.expert(task)
     except UserError:
-        yield from otherwise(env, [])
+        yield from others_of(env)
         return
     for move in moves:
-        assert len(move) == 2, "the expert yields (thought, action)"
-        assert all(isinstance(part, str) for part in move), "thought and action are texts"
+        assert list(map(type, move)) == [str, str], "the expert yields two texts, (thought, action)"
         offered = env.candidates()
         assert env.omniscient or not offered or move in offered, f"candidates() has the expert's {move}"
         yield move[1]
 
 
-def otherwise(env: Any, turns: Iterable[Turn]) -> Iterator[str]:
-    """Valid actions by chance, without end, others than in `turns` if there are; if none are listed, some texts."""
+def others_of(env: Any) -> Iterator[str]:
+    """Valid actions by chance, without end; if none are listed, some texts."""
     rng = random.Random(0)
-    for taken, _ in itertools.chain(turns, itertools.repeat(("", ()))):
-        valid = env.valid_actions() or ["look", "1", taken]
-        yield rng.choice([action for action in valid if action != taken] or valid)
-
-
-def check_step(env: Any, answer: Any) -> None:
-    named = "step returns an observation, a reward, terminated, truncated and info"
-    assert isinstance(answer, tuple) and len(answer) == 5, named
-    observation, reward, terminated, truncated, info = answer
-    assert isinstance(reward, Real) and 0 <= reward <= 1, "a reward is a number from 0 to 1"
-    assert terminated or truncated or reward == 0, "the last step earns 0 to 1, others 0"
-    check_page(env, observation, info)
+    while True:
+        yield rng.choice(env.valid_actions() or ["look", "1"])
 
 
 def check_page(env: Any, observation: Any, info: Any) -> None:
@@ -153,10 +147,3 @@ def check_page(env: Any, observation: Any, info: Any) -> None:
     assert info.get("valid_actions") == actions, "info has valid_actions"
     assert all(isinstance(action, str) for action in actions), "valid_actions are texts"
     assert len(set(actions)) == len(actions), "valid_actions has each once"
-
-
-def check_task(info: dict, task: str, text: str) -> None:
-    """text: that the model reads."""
-    assert info.get("task_id") == task and isinstance(info.get("task"), str), "info has task_id and task"
-    sentence, read = (" ".join(words.lower().split()) for words in (info["task"], text))
-    assert sentence in read, "info's task stands in the instruction or in the first observation"

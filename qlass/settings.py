@@ -170,6 +170,15 @@ FITS = (
 )
 
 
+def reader_is_gone() -> bool:
+    """True if nobody reads stdout any more, as with `| head`; else another pipe is broken."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return True
+    return False
+
+
 def run_stage(main: Callable[[], None]) -> None:
     """A script's last line: a mistake in one line, with exit code 2."""
     try:
@@ -177,10 +186,10 @@ def run_stage(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("stopped; the same command resumes, without --overwrite", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
         problem = str(error)
         if out_of_memory(error):
             problem = f"out of memory: {FITS}"

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 from operator import itemgetter
 from pathlib import Path
@@ -238,6 +240,27 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
     assert not find()
     (tmp_path / "trees.jsonl").write_text("2")
     assert f"{labels} was made from another {tmp_path / 'trees.jsonl'} than there is now: make it again" in find()
+
+
+def test_a_broken_pipe_is_quiet_where_it_is_stdout_and_told_where_it_is_another():
+    code = """if True:
+        from qlass.settings import run_stage
+        def main():
+            print("begun", flush=True)
+            input()
+            raise BrokenPipeError(32, "Broken pipe")
+        run_stage(main)"""
+    for reads, ends in ((True, (2, "error: [Errno 32] Broken pipe\n")), (False, (141, ""))):
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(
+            [sys.executable, "-c", code], cwd=Path(q_search.__file__).parent, text=True, **pipes
+        ) as script:
+            assert script.stdout.readline() == "begun\n"
+            if not reads:
+                script.stdout.close()
+            script.stdin.write("go\n")
+            script.stdin.close()
+            assert (script.wait(), script.stderr.read()) == ends
 
 
 # ----------------------------------------------------------------------- a run: its environment, its data, its inputs
