@@ -3,7 +3,8 @@
 # and tasks. A script that names `ENVS` of environments or a number of SEEDS takes them as arguments.
 # Run a stopped script again: finished stages are kept, the others resume.
 # SEED=1 RUN=runs/webshop-seed1 bash runs/demo.sh for another seed; PYTHON=... for another Python; EPOCHS=8 for a longer
-# training of QNet; RANK_WEIGHT=0 for the paper's QNet; IN=FOLDER for the run folders of shops elsewhere than in runs.
+# training of QNet; PROCESSES=4 for trees and results by four processes; RANK_WEIGHT=0 for the paper's QNet; IN=FOLDER for
+# the run folders of shops elsewhere than in runs.
 # All scripts run under bash 3.2, which macOS has: an empty array is an error there under `set -u`, so no script sets it.
 [ "$1" != --help ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
 fail() { echo "error: $1 (bash runs/$(basename "$0") --help)" >&2 && exit 2; }
@@ -58,6 +59,21 @@ stage() {
     echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads)} "$PYTHON" "$@"
 }
+by_processes() {  # as `stage`: trees or results, whose tasks PROCESSES of one thread each share
+    local n=${PROCESSES:-1} i others=()
+    [ "$n" != 1 ] || { stage "$@" && return; }
+    mkdir -p "$RUN"
+    for ((i = 1; i < n; i++)); do
+        RANK=$i WORLD_SIZE=$n OMP_NUM_THREADS=1 "$PYTHON" "$@" > "$RUN/process-$i.log" 2>&1 &
+        others+=($!)
+    done
+    RANK=0 WORLD_SIZE=$n OMP_NUM_THREADS=1 stage "$@"
+    for ((i = 1; i < n; i++)); do
+        wait "${others[i - 1]}" || { tail -n 5 "$RUN/process-$i.log" >&2 && exit 1; }
+        rm "$RUN/process-$i.log"
+    done
+}
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT  # Ctrl-C ends the first of the processes only
 clone() {  # FLAG...: stage 1, behaviour cloning; on FrozenLake with a second loss, else QNet cannot tell moves apart
     local cloning=(sft.py)
     [ "$ENV" != frozenlake ] || cloning=(-m experiments.clone_answers)
@@ -69,7 +85,7 @@ clone_again() {  # NAME FLAG...: RUN/sft-NAME, the agent cloned from its demonst
 }
 learn_q() {  # FOLDER SFT FLAG...: stages 2 to 4, exploration trees of an agent, their Bellman backup and a QNet, in FOLDER
     local here=("${common[@]}" --run "$1") agent=(--sft "$2")
-    stage build_trees.py "${here[@]}" "${agent[@]}" "${trees[@]}" "${@:3}"
+    by_processes build_trees.py "${here[@]}" "${agent[@]}" "${trees[@]}" "${@:3}"
     stage bellman.py "${here[@]}" "${labels[@]}"
     stage train_qnet.py "${here[@]}" "${agent[@]}" "${qnet[@]}"
 }
@@ -85,7 +101,7 @@ on_test_tasks() {
     local command=("$1") split && shift
     [ "${command[0]}" != -m ] || { command+=("$1") && shift; }
     for split in "${splits[@]}"; do
-        stage "${command[@]}" "${common[@]}" --run "$RUN" ${split:+--split "$split"} "${tasks[@]}" "$@"
+        by_processes "${command[@]}" "${common[@]}" --run "$RUN" ${split:+--split "$split"} "${tasks[@]}" "$@"
     done
 }
 variant() {  # NAME LABEL FLAG...: test tasks with another agent or QNet, distinguished by the label

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All five stages on WebShop's bundled catalogue with the tiny model, then every policy on 431 test tasks, on two cores.
+# All five stages on WebShop's bundled catalogue with the tiny model; the agent, log-probability, QLASS and best-of-N play
+# 431 test tasks. Trees and results are made by as many processes as cores are idle, eight at most.
 #   bash runs/demo.sh              in runs/webshop
 #   bash runs/demo.sh --check      docs/walkthrough.md's lake of sixteen cells in its place: a minute, in runs/lake
 set -eo pipefail
@@ -17,9 +18,13 @@ if [ "$1" = --check ]; then
     exit
 fi
 no_flags "$@"
+PROCESSES=${PROCESSES:-$(threads)}
+[ "$PROCESSES" -le 8 ] || PROCESSES=8
 clone                      # stage 1: behaviour cloning (sft.py)
 learn_q "$RUN" "$RUN/sft"  # stages 2 to 4: exploration trees, Bellman backup, QNet (build_trees, bellman, train_qnet)
-compare --method all       # stage 5: Q-guided generation (q_search.py), and every other policy beside it
+# Stage 5: Q-guided generation, and the baselines (q_search.py). runs/reproduce.sh plays every other policy, too.
+search --method greedy likeliest qlass -M 2 4 6
+search --method best_of_n -N 2 4 6
 report
 bin=$(dirname "$PYTHON")
 [ ! -e "$bin/activate" ] || echo "Enter the environment:  source $bin/activate"
