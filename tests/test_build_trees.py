@@ -259,4 +259,6 @@ def test_trees_of_the_cloned_tasks_have_their_demonstrations(build, agent, tmp_p
     assert shown_steps == ["Action: right"] * 2  # a step each, not the expert's way
     with pytest.raises(UserError, match="no training task has a demonstration"):
         build("--tasks", "cloned", out="none.jsonl")
-    assert "its demonstrations are not at hand (--expert)" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "its demonstrations are not at hand (--expert)" in told
+    assert "2 demonstrations earn another reward here" in told  # they lack their ends

@@ -169,6 +169,16 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(clone, tmp_p
     assert other.instruction == "walk"
 
 
+def test_a_file_that_begins_in_two_ways_is_not_cloned(clone, tmp_path, capsys):
+    lines = [demonstrations.demonstrate(FakeEnv(), task) for task in ("train0", "train1")]
+    lines[1]["messages"][-1]["content"] = "Action: fly"
+    (tmp_path / "mine.json").write_text(json.dumps([*lines, ETO]))
+    with pytest.raises(UserError, match=r"demonstration 3 begins with \['You are shopping.', 'OK'\]"):
+        clone("--expert", str(tmp_path / "mine.json"))
+    clone("--expert", str(tmp_path / "mine.json"), "--n-expert", "2")
+    assert "1 demonstrations earn another reward here" in capsys.readouterr().err
+
+
 def test_first_messages_are_not_those_of_the_checkpoint_that_is_cloned_on(clone, tmp_path):
     Rendering(instruction="Swim.", agreement="Oh").save(tmp_path / "model")
     _, env = clone("--n-expert", "2")
