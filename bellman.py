@@ -25,6 +25,7 @@ from qlass.trees import children_of, read_trees
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Run):
     stage: ClassVar[str] = "bellman"
+    output: ClassVar[str] = "q_labels.jsonl"
 
     trees: Path | None = runtime(None)  # RUN/trees.jsonl, made if missing
     out: Path | None = runtime(None)  # RUN/q_labels.jsonl
@@ -60,7 +61,7 @@ def label(tree: list[dict], raw: list[float]) -> list[dict]:
 def write_labels(config: Config, values: Values = q_values) -> None:
     """Label all trees; they may have changed since. values: of a tree's nodes, by gamma."""
     path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
-    out = config.out or config.run / "q_labels.jsonl"
+    out = config.path
     labelled = [label(tree, values(tree, config.gamma)) for tree in read_trees(path)]
     anew = dataclasses.replace(config, overwrite=config.overwrite or any(stale(out)))
     # Targets of experiments.targets are labels of the same name.

@@ -28,12 +28,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
-
-from pydantic import NonNegativeInt, PositiveInt
 
 import envs
 from qlass import UserError, demonstrations
@@ -43,7 +40,7 @@ from qlass.demonstrations import Demonstration, replay_all
 from qlass.files import Inputs
 from qlass.messages import State, parse_action, replay, start, step
 from qlass.outputs import Output, find_or_make
-from qlass.settings import Sampling, read_settings, run_stage, runtime
+from qlass.settings import NonNegativeInt, PositiveInt, Sampling, read_settings, run_stage, runtime
 from qlass.trees import tree_metrics
 
 
@@ -52,6 +49,7 @@ class Config(Sampling):
     """The paper's (Appendix A.4), which does not say W and the bounds."""
 
     stage: ClassVar[str] = "build_trees"
+    output: ClassVar[str] = "trees.jsonl"
 
     sft: Path | None = runtime(None)  # checkpoint of the agent (RUN/sft, made if missing)
     out: Path | None = runtime(None)  # RUN/trees.jsonl
@@ -293,8 +291,8 @@ def build(
     if not tasks:
         raise UserError("no training task has a demonstration: --expert FILE, or --tasks new")
 
-    path = config.out or config.run / "trees.jsonl"
-    trees = Output(path, config, config.recipe() | env.settings, inputs, itemgetter("task_id"))
+    settings = config.recipe() | env.settings
+    trees = Output(config.path, config, settings, inputs, itemgetter("task_id"))
     if todo := trees.todo(tasks):
         if not config.no_expert:
             replay_all(filter(None, map(demonstrations.get, todo)), env)
@@ -321,18 +319,22 @@ def build(
         trees.write(groups, "trees", len(todo))
     counts = tree_metrics(trees.records)
     trees.finish(tasks, tasks=list(trees.groups), **counts)
-    print(f"{path}: {counts}")
+    print(f"{trees.path}: {counts}")
 
 
 def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
-    from qlass.agent import load_agent  # torch is loaded after the flags are read
-
     env = envs.from_config(config)
     sft = find_or_make(config.sft, "sft", "sft", config)
     expert, by_task = demonstrations.by_task(config.expert, sft, env)
     inputs: Inputs = {"sft": sft, "expert": None if config.no_expert else expert}
-    build(config, env, partial(load_agent, sft, config, env), by_task, inputs)
+
+    def load() -> Any:
+        from qlass.agent import load_agent  # torch is loaded here
+
+        return load_agent(sft, config, env)
+
+    build(config, env, load, by_task, inputs)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,11 @@ and what the engine itself reports (`clickables`, `admissible_commands`, `won`, 
 
 from __future__ import annotations
 
+from qlass import UserError  # first: it tells a missing package in one line
+
+# isort: split
 import copy
+import difflib
 import importlib
 import zlib
 from collections.abc import Iterator
@@ -43,8 +47,8 @@ from environments import (
 )
 from environments.check import check
 from environments.hooks import Hooks
-from qlass import UserError
-from qlass.settings import Run, read_run
+from qlass.records import as_user_error
+from qlass.settings import Run
 
 OVER = "The episode is over."  # the answer to a step after the end
 
@@ -233,7 +237,12 @@ def environment_class(name: str) -> type[TextEnv]:
     if not kind:
         choice = f"there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
         raise UserError(f"--env {name}: {choice}")
-    return getattr(importlib.import_module(module), kind)
+    with as_user_error(f"--env {name}", errors=ModuleNotFoundError):
+        found = importlib.import_module(module)
+    if not hasattr(found, kind):
+        near = [f" (there is {n})" for n in difflib.get_close_matches(kind, dir(found), 1)]
+        raise UserError(f"--env {name}: no such class{''.join(near)}")
+    return getattr(found, kind)
 
 
 def make(name: str, split: str = "train", **options: Any) -> TextEnv:
@@ -263,7 +272,7 @@ def from_config(config: Run) -> TextEnv:
     width = getattr(config, "in_flight", None) or 1
     if width > env.side_by_side:
         raise UserError(f"--in-flight {width}: {env.name} plays {env.side_by_side} side by side")
-    if config.env not in ENVIRONMENTS and read_run(config.run).get("env") != config.env:
+    if config.env not in ENVIRONMENTS and not config.file.exists():
         check(env)
     files = contents_of(options)
     places = {*files, "cache"}

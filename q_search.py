@@ -30,9 +30,6 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
-from tyro.conf import arg
-
 import envs
 from qlass import UserError, outputs, results
 from qlass.batching import Candidate, Models, Sample, Score, ask, drive
@@ -40,7 +37,15 @@ from qlass.chat import Chat, Rendering
 from qlass.files import Inputs
 from qlass.messages import State, parse_action, start, step
 from qlass.noise import uniforms
-from qlass.settings import Sampling, read_settings, run_stage, runtime
+from qlass.settings import (
+    NonNegativeInt,
+    PositiveInt,
+    Sampling,
+    arg,
+    read_settings,
+    run_stage,
+    runtime,
+)
 
 METHODS = {  # what scores the candidates of each
     "greedy": None,
@@ -58,6 +63,7 @@ class Config(Sampling):
     """The paper's M (Table 5). It does not say N; its Algorithm 4 selects by the final reward."""
 
     stage: ClassVar[str] = "q_search"
+    output: ClassVar[str] = "results.jsonl"
     plays_elsewhere: ClassVar[bool] = True
 
     method: tuple[Name, ...] = runtime(("qlass",))  # one or more
@@ -235,31 +241,42 @@ def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:
 
 def load(config: Config, env: envs.TextEnv, plan: Sequence[Any]) -> tuple[Chat, Models, Inputs]:
     """The agent's Chat, what answers the requests of these methods, and the checkpoints that do."""
-    from qlass.agent import load_agent  # torch is loaded after the flags are read
-
     if config.server and any(method.by == "likelihood" for method in plan):
         raise UserError("--method likeliest: a server does not tell the pi(a | s) of its draws")
+    outputs.check(config.path, config, config.recipe() | env.settings)
     sft = outputs.find_or_make(config.sft, "sft", "sft", config)
+    needs_q = any(method.needs_q for method in plan)
+    if needs_q:
+        find_qnet(config)
+    from qlass.agent import load_agent  # torch is loaded here
+
     agent = load_agent(sft, config, env)
     models: Models = {Sample: agent.sample}
     inputs: Inputs = {"sft": sft}
-    if any(method.needs_q for method in plan):
+    if needs_q:
         reader, inputs["qnet"] = load_scorer(config)
         models[Score] = reader.score
     return agent.chat, models, inputs
 
 
+def find_qnet(config: Config) -> Path | None:
+    """The folder of QNet. None if it is behind a server."""
+    if config.qnet and "://" in config.qnet:
+        return None
+    named = Path(config.qnet) if config.qnet else None
+    return outputs.find_or_make(named, "train_qnet", "qnet", config)
+
+
 def load_scorer(config: Config) -> tuple[Any, Path]:
     """What answers Score requests, and the folder of its QNet."""
-    if config.qnet and "://" in config.qnet:
+    qnet = find_qnet(config)
+    if qnet is None:
         from qlass.served import ServedQNet
 
-        served = ServedQNet(config.qnet, config)
+        served = ServedQNet(str(config.qnet), config)
         return served, served.folder
     from train_qnet import QNet, scorer
 
-    named = Path(config.qnet) if config.qnet else None
-    qnet = outputs.find_or_make(named, "train_qnet", "qnet", config)
     return scorer(QNet.from_pretrained(qnet, config), config.plain, config.cache_gb), qnet
 
 
@@ -280,8 +297,8 @@ def evaluate(
     """
     if not plan:
         raise UserError("no method to play: --method and -M have one value or more")
-    path = config.out or config.run / "results.jsonl"
-    out = outputs.Output(path, config, config.recipe() | env.settings, inputs, results.identity)
+    settings = config.recipe() | env.settings
+    out = outputs.Output(config.path, config, settings, inputs, results.identity)
     shared = {"env": env.name, "split": config.split, "label": config.label or ""}
 
     async def line_of(method: Any, task_id: str) -> list[dict]:

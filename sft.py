@@ -17,8 +17,39 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from qlass.outputs import answer_at_once, checkpoint
+from qlass.settings import Learning, Number, PositiveInt, read_settings, run_stage, runtime
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Learning):
+    """The defaults are the paper's (Table 5)."""
+
+    stage: ClassVar[str] = "sft"
+    output: ClassVar[str] = "sft"
+
+    model: str = runtime("tiny")  # tiny, or a HuggingFace name or folder
+    expert: Path | None = runtime(None)  # trajectories (the environment's expert plays them)
+    n_expert: PositiveInt | None = None  # the first so many of them (all)
+    out: Path | None = runtime(None)  # checkpoint folder (RUN/sft)
+    lr: Number = 1e-5  # learning rate at its peak
+    epochs: PositiveInt = 3  # at most
+    batch: PositiveInt = 64  # trajectories per update
+    patience: PositiveInt = 2  # epochs without a better validation before it ends
+    max_tokens: PositiveInt = 4096  # where a trajectory is cut
+    candidates: Literal["free", "valid"] = "free"  # what the agent may write
+    plain: bool = runtime(False)  # for a model that reads no token trees, as --plain in play
+
+
+def start_of(config: Config) -> Path | None:
+    """The folder of the model that is to be cloned. None: the tiny model."""
+    return None if config.model == "tiny" else checkpoint(config.model)
+
+
+if __name__ == "__main__":
+    answer_at_once(Config, __doc__, start_of)
+
 import torch
-from pydantic import PositiveInt
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
@@ -28,26 +59,8 @@ from qlass.chat import Chat, Rendering, any_of
 from qlass.demonstrations import Demonstration
 from qlass.files import Inputs, warn
 from qlass.messages import State
-from qlass.outputs import checkpoint
 from qlass.policy import QUESTION, Policy
-from qlass.settings import Learning, read_settings, run_stage, runtime
 from qlass.tiny import AIDS, tiny_model
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Learning):
-    """The defaults are the paper's (Table 5)."""
-
-    stage: ClassVar[str] = "sft"
-
-    model: str = "tiny"  # tiny, or a HuggingFace name or folder
-    expert: Path | None = runtime(None)  # trajectories (the environment's expert plays them)
-    n_expert: PositiveInt | None = None  # the first so many of them (all)
-    out: Path | None = runtime(None)  # checkpoint folder (RUN/sft)
-    max_tokens: PositiveInt = 4096  # where a trajectory is cut
-    candidates: Literal["free", "valid"] = "free"  # what the agent may write
-    plain: bool = runtime(False)  # for a model that reads no token trees, as --plain in play
-
 
 # ------------------------------------------------------------------------- examples to learn from
 
@@ -247,13 +260,12 @@ def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
     training.join(config)
-    start = None if config.model == "tiny" else checkpoint(config.model)
+    start = start_of(config)
     path = config.expert or demonstrations.collect(env, config, config.n_expert)
     training.wait()
     expert = demonstrations.read(path, env, config.n_expert)
-    out = config.out or config.run / "sft"
     inputs: Inputs = {"expert": path, "model": start}
-    log = training.Training(out, config, env.settings, inputs)
+    log = training.Training(config.path, config, env.settings, inputs)
     if log.complete:
         return
     model, chat = load(config, env, expert, start)
@@ -268,12 +280,12 @@ def main(argv: list[str] | None = None) -> None:
     train(model, learned, validation, config, log)
     log.load_best()
     figures = log.finish(
-        lambda: models.save(model, chat, out, config, adapter),
+        lambda: models.save(model, chat, log.out, config, adapter),
         tasks=sorted({line.task_id for line in expert if line.task_id}),
         ends=end_share(model, learned[:32], chat.stop_id),
         fingerprint=Policy(model, chat).likelihoods([QUESTION])[0],
     )
-    print(f"{out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
+    print(f"{log.out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
 
 
 if __name__ == "__main__":

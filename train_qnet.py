@@ -26,21 +26,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
-from pydantic import PositiveInt
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoModel
-
-from qlass import UserError, files, models, outputs, training
-from qlass.batching import Score
-from qlass.chat import Chat
-from qlass.messages import State
-from qlass.pairs import Pair, Pairs, Part, families, hold_out_trees, pairs_of, ranking
-from qlass.policy import QUESTION
-from qlass.records import Label, as_user_error
-from qlass.settings import Learning, Model, Number, Prompt, read_settings, run_stage, runtime
-from qlass.trees import read_trees
+from qlass.outputs import answer_at_once, find_or_make
+from qlass.settings import Learning, Number, PositiveInt, Prompt, read_settings, run_stage, runtime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +35,15 @@ class Config(Learning, Prompt):
     """The defaults are the paper's (Table 5 and Eq. 11)."""
 
     stage: ClassVar[str] = "train_qnet"
+    output: ClassVar[str] = "qnet"
 
     sft: Path | None = runtime(None)  # checkpoint that the backbone starts from (RUN/sft)
     labels: Path | None = runtime(None)  # RUN/q_labels.jsonl, made if missing
     out: Path | None = runtime(None)  # RUN/qnet
+    lr: Number = 1e-5  # learning rate at its peak
     epochs: PositiveInt = 2  # at most
+    batch: PositiveInt = 64  # pairs per update, at least
+    patience: PositiveInt = 2  # epochs without a better validation before it ends
     loss_on: Literal["all", "last"] = "all"  # tokens of (s, a) that carry the loss (Eq. 11: all)
     rank_weight: Number = 0.0  # of a loss on siblings' differences (0: none, as in the paper)
     head_lr: Number | None = None  # learning rate of the value head (--lr)
@@ -60,6 +51,29 @@ class Config(Learning, Prompt):
     max_tokens: PositiveInt = 4096  # of a packed tree
     limit: PositiveInt | None = None  # number of trees (all)
 
+
+def inputs_of(config: Config) -> tuple[Path, Path]:
+    """The labels and the agent, made if missing."""
+    labels = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
+    return labels, find_or_make(config.sft, "sft", "sft", config)
+
+
+if __name__ == "__main__":
+    answer_at_once(Config, __doc__, inputs_of)
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModel
+
+from qlass import UserError, files, models, training
+from qlass.batching import Score
+from qlass.chat import Chat
+from qlass.messages import State
+from qlass.pairs import Pair, Pairs, Part, families, hold_out_trees, pairs_of, ranking
+from qlass.policy import QUESTION
+from qlass.records import Label, as_user_error
+from qlass.trees import read_trees
 
 MIN_HELD_OUT = 5  # fewer trees do not choose the epoch
 
@@ -109,7 +123,7 @@ class QNet(nn.Module):
         (folder / "qnet.json").write_text(json.dumps({"hidden": self.head[0].out_features}))
 
     @classmethod
-    def from_pretrained(cls, folder: Path, config: Model = Config()) -> QNet:
+    def from_pretrained(cls, folder: Path, config: Prompt = Config()) -> QNet:
         """config: a stage's settings."""
         hidden = files.read_json(folder / "qnet.json")["hidden"]  # which an agent's folder lacks
         qnet = cls(*models.load(folder, config, kind=AutoModel), hidden)
@@ -245,12 +259,9 @@ def save(qnet: QNet, out: Path, config: Config, adapter: Any) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
-    labels = outputs.find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
-    sft = outputs.find_or_make(config.sft, "sft", "sft", config)
-    out = config.out or config.run / "qnet"
-    inputs: files.Inputs = {"labels": labels, "sft": sft}
+    labels, sft = inputs_of(config)
     training.join(config)
-    log = training.Training(out, config, {}, inputs)
+    log = training.Training(config.path, config, {}, {"labels": labels, "sft": sft})
     if log.complete:
         return
     qnet = load(sft, config)
@@ -263,13 +274,13 @@ def main(argv: list[str] | None = None) -> None:
     log.load_best()
     ranks = log.curve[log.best_epoch - 1]["held_out"]
     log.finish(
-        lambda: save(qnet, out, config, adapter),
+        lambda: save(qnet, log.out, config, adapter),
         tasks=tasks,
         trees=len(trees),
         fingerprint=qnet.score([QUESTION])[0],
         held_out=ranks,
     )
-    print(f"{out}: {len(trees)} trees, after epoch {log.best_epoch} on held-out ones {ranks}")
+    print(f"{log.out}: {len(trees)} trees, after epoch {log.best_epoch} on held-out ones {ranks}")
 
 
 if __name__ == "__main__":

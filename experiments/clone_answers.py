@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     start = None
     if config.model != "tiny":
         start = inputs["model"] = checkpoint(config.model)
-    out = config.out or config.run / "sft"
+    out = config.path
     log = Training(out, config, env.settings, inputs)
     if log.complete:
         return

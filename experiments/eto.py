@@ -38,16 +38,9 @@ from qlass.files import Inputs
 from qlass.messages import State, replay
 from qlass.outputs import find_or_make
 from qlass.pairs import GAP, families, pairs_of
-from qlass.presets import PRESETS
 from qlass.records import Label
 from qlass.settings import Number, read_settings, run_stage, runtime
 from qlass.trees import read_trees
-
-# Learning rates; the tiny model's were chosen on validation tasks.
-PRESETS["lora"]["eto"] = {"lr": 1e-5}
-PRESETS["tiny"]["any"]["eto"] = {"lr": 1e-4}
-PRESETS["tiny"]["webshop"]["eto"] = {"lr": 2e-5}
-PRESETS["tiny"]["alfworld"]["eto"] = {"lr": 3e-5}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,9 +35,8 @@ from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.files import Inputs, meta_of
 from qlass.messages import State
-from qlass.outputs import find_or_make, shared_flags
+from qlass.outputs import find_or_make
 from qlass.pairs import states_of
-from qlass.presets import PRESETS
 from qlass.records import Label
 from qlass.settings import Number, read_settings, run_stage, runtime
 from qlass.trees import read_trees
@@ -45,12 +44,6 @@ from train_qnet import QNet
 
 VALUE_CLIP = 0.2  # how far an update may move V
 PASSES = 10  # a token: Tree-GRPO's 6; the critic before the update, and its update
-
-
-# Learning rates; the tiny model's were chosen on validation tasks.
-PRESETS["lora"]["ppo"] = {"lr": 1e-5}
-PRESETS["tiny"]["any"]["ppo"] = {"lr": 3e-4, "critic_lr": 1e-3}
-PRESETS["tiny"]["alfworld"]["ppo"] = {"lr": 1e-4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +186,7 @@ def mean_rewards(config: Config) -> Path:
         raise UserError(f"{labels}: not of `experiments.targets --target avg`, whose q_raw the critic learns first")
     if not labels.exists():
         find_or_make(None, "build_trees", "trees.jsonl", config)
-        targets.main([*shared_flags(config), "--target", "avg", "--out", str(labels)])
+        targets.main(["--run", str(config.run), "--target", "avg", "--out", str(labels)])
     return labels
 
 

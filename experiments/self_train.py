@@ -202,9 +202,8 @@ def main(argv: list[str] | None = None) -> None:
     files.write_jsonl(merged, expert + new)
     kept_of = f"{len(new)} of {len(lines)} trajectories kept (mean reward {mean:.3f})"
     print(f"{merged}: {kept_of} beside {len(expert)} demonstrations")
-    run = " ".join(outputs.shared_flags(config))
-    named = f"--expert {merged} --out {config.run / f'sft-{config.name}'}"
-    print(f"clone them, with the other flags that {sft} had: python sft.py {run} {named}")
+    named = f"--run {config.run} --expert {merged} --out {config.run / f'sft-{config.name}'}"
+    print(f"clone them, with the other flags that {sft} had: python sft.py {named}")
 
 
 if __name__ == "__main__":

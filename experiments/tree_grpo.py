@@ -36,18 +36,11 @@ from qlass.chat import Rendering
 from qlass.messages import State, start, step
 from qlass.noise import uniforms
 from qlass.outputs import find_or_make
-from qlass.presets import PRESETS
 from qlass.settings import Number, read_settings, run_stage
 
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
 PASSES = 6  # a token: the rollout, the old agent, the reference, and an update
-
-
-# Learning rates, which decide everything; the tiny model's were chosen on validation tasks.
-PRESETS["lora"]["tree_grpo"] = {"lr": 1e-5}
-PRESETS["tiny"]["any"]["tree_grpo"] = {"lr": 3e-4}
-PRESETS["tiny"]["alfworld"]["tree_grpo"] = {"lr": 1e-4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     expert, by_task = config.expert, {}
     if expert:
         _, by_task = demonstrations.by_task(expert, expert, env)
-    rollouts, steps = config.rollouts or math.inf, config.steps or env.tree_steps
+    rollouts = config.rollouts or math.inf
+    steps = config.steps or env.tree_steps or env.max_steps or math.inf
     most = (config.limit or math.inf) * rollouts * (steps + build_trees.EXTRA_DRAWS)
     announce(most, f"{config.limit} trees, {rollouts} rollouts, {steps} steps")
     build_trees.build(config, env, lambda: agent, by_task, {"expert": expert})

@@ -17,7 +17,7 @@ def device_and_precision(config: Any) -> tuple[torch.device, str]:
     gpu = torch.cuda.is_available() and config.device != "cpu"
     if config.device == "cuda" and not gpu:
         raise UserError("--device cuda: torch sees no GPU")
-    rank = int(os.environ.get("LOCAL_RANK", 0))
+    rank = int(os.environ.get("LOCAL_RANK") or 0)
     place = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if config.precision:
         return place, config.precision

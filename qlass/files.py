@@ -24,7 +24,6 @@ LOADED = (
     "added_tokens.json", "tekken.json", "[!.]*.model", "vocab.*", "merges.txt",
     "chat_template.jinja", "policy.json", "qnet.json", "head.safetensors",
 )  # fmt: skip
-LAYOUT = 2  # of a run's folder
 Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
 
 
@@ -122,7 +121,7 @@ def hash_of(file: Path, changed_at: int) -> bytes:
 
 def share() -> tuple[int, int]:
     """RANK and WORLD_SIZE, as torchrun and job arrays set them; alone 0 and 1."""
-    rank, n = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, n = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
     if not 0 <= rank < n:
         raise UserError(f"RANK {rank} of WORLD_SIZE {n}: ranks are 0 to {n - 1}")
     return rank, n

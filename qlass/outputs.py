@@ -1,6 +1,6 @@
 """What the stages write: complete or absent, made again by the same command, byte for byte.
 
-    RUN/run.json            environment, options, seed, preset
+    RUN/settings.toml       the settings of all stages, environment and seed too
     RUN/trees.jsonl         an output
     RUN/trees.meta.json     its recipe: settings and inputs that its bytes depend on; and figures
     RUN/trees.jsonl.parts/  what is done of an unfinished output: of a file a part per process, of a
@@ -15,6 +15,7 @@ No torch here, so that bellman.py starts at once.
 """
 
 import contextlib
+import difflib
 import importlib
 import itertools
 import json
@@ -31,7 +32,6 @@ from tqdm import tqdm
 
 from qlass import UserError
 from qlass.files import (
-    LAYOUT,
     LOADED,
     Inputs,
     dumps,
@@ -40,6 +40,7 @@ from qlass.files import (
     meta_of,
     meta_path,
     parts_folder,
+    read_json,
     read_jsonl,
     remove,
     sha256,
@@ -49,7 +50,7 @@ from qlass.files import (
     write_jsonl,
 )
 from qlass.records import as_user_error
-from qlass.settings import Run, default_run
+from qlass.settings import R, Run, default_run, other_kind, read_settings, run_stage, write_settings
 
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata tell
 
@@ -59,8 +60,11 @@ PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions met
 def checkpoint(name: str | Path) -> Path:
     """The folder of a model. Of a hub name it is the newest snapshot or, with the hub away, the one
     at hand: a model is known by its content, as each input is."""
-    if Path(name).exists():
-        return Path(name)
+    path = Path(name)
+    if path.exists():
+        return path
+    if len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir()):
+        raise UserError(f"{path}: no such folder")
     from huggingface_hub import snapshot_download
 
     with as_user_error(f"{name}: no such folder, and not on the hub"):
@@ -71,9 +75,15 @@ def checkpoint(name: str | Path) -> Path:
 def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path:
     """An input of a stage: what was named, else RUN/name, which the earlier stage makes first."""
     path = named or config.run / name
-    if named and not name.endswith(".jsonl"):
+    if named and name == "sft":
         path = checkpoint(named)
-    if not named and not path.exists():
+        policy = path / "policy.json"
+        tiny = policy.exists() and read_json(policy)["mark_matches"]
+        if tiny != (config.preset == "tiny"):
+            raise other_kind(config, f"--sft {named}")
+    if named and not path.exists():
+        raise UserError(f"{path}: no such file or folder ({stage}.py makes one)")
+    if not path.exists():
         make(path, stage, config)
     for problem in stale(path):
         warn(problem)
@@ -82,21 +92,31 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path
 
 def make(path: Path, stage: str, config: Run) -> None:
     """Run the stage that makes an output, if the flags of the run are all that it needs."""
-    flags = shared_flags(config)
+    run = config.run
+    flags = ["--run", str(run), "--env", config.env, "--seed", str(config.seed)]
+    flags += ["--preset", str(config.preset)]
+    flags += [f"--env-option={option}" for option in config.env_option]
     words = shlex.join(flags)
-    if config.run != default_run(config.env) and not (config.run / "run.json").exists():
-        raise UserError(f"{config.run}: no such run; python sft.py {words} begins it")
+    if run != default_run(config.env) and not config.file.exists():
+        others = [file.parent.name for file in run.parent.glob("*/settings.toml")]
+        near = "".join(f" (there is {n})" for n in difflib.get_close_matches(run.name, others, 1))
+        raise UserError(f"{run}: no such run{near}; python sft.py {words} begins it")
     if share()[1] > 1 or (stage != "sft" and getattr(config, "sft", None)):
         raise UserError(f"{path} is missing: make it first, by {stage}.py and one process")
     print(f"{path} is missing: making it with python {stage}.py {words}", flush=True)
     importlib.import_module(stage).main(flags)
 
 
-def shared_flags(config: Run) -> list[str]:
-    """What the commands of a run have in common."""
-    flags = ["--run", str(config.run), "--env", config.env, "--seed", str(config.seed)]
-    flags += ["--preset", str(config.preset)]
-    return flags + [f"--env-option={option}" for option in config.env_option]
+def answer_at_once(kind: type[R], doc: str | None, inputs_of: Callable[[R], Any]) -> None:
+    """Check the settings and inputs of a stage before torch is loaded, which takes seconds."""
+
+    def look() -> None:
+        config = read_settings(kind, doc)
+        importlib.import_module("envs").environment_class(config.env)
+        check(config.path, config, config.recipe())
+        inputs_of(config)
+
+    run_stage(look)
 
 
 def stale(output: Path) -> Iterator[str]:
@@ -124,36 +144,27 @@ def begin(output: Path, config: Run, settings: dict[str, Any], inputs: Inputs) -
         rules = rules or version
         if version != rules:
             warn(f"{path} is of version {version} of {env}, and the rest of version {rules}")
+    check(output, config, settings)  # what takes no time goes first
     hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
-    recipe = json.loads(
-        json.dumps(settings | hashes | {"stage": config.stage, "env_version": rules}, default=str)
-    )
-    begun = parts_folder(output).exists() or output.exists()  # in this order, see Output.read
+    settings = settings | hashes | {"stage": config.stage, "env_version": rules}
+    if "precision" in settings:
+        from qlass.device import device_and_precision  # loads torch
+
+        settings["precision"] = device_and_precision(config)[1]
+    recipe = check(output, config, settings, inputs)
     meta = meta_of(output)
-    if begun and not meta["recipe"]:
-        problem = "is there without its .meta.json, so not of this command: move it"
-        raise UserError(f"{output}: {problem}")
-    own = meta["recipe"].get("stage", config.stage) == config.stage
-    differs = differences(meta["recipe"], recipe, inputs)
-    if begun and differs and not (own and config.overwrite):
-        more = ", --overwrite starts again" if own else ""
-        raise UserError(
-            f"{output} was begun with {differs}: another --out or --run keeps both{more}"
-        )
     if config.overwrite:
         for path in (output, parts_folder(output), meta_path(output)):
             remove(path)
-    if config.overwrite or not begun:
+    if config.overwrite or not is_begun(output):
         meta = {"recipe": {}, "inputs": {}}
     folder = output.parent.resolve()
     places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
     meta |= {"recipe": meta["recipe"] | recipe, "inputs": meta["inputs"] | places}
     meta["versions"] = {name: metadata.version(name) for name in PACKAGES}
     meta.setdefault("commit", code_version())
-    run = config.run / "run.json"
-    if output.parent == config.run and not run.exists():
-        shared = {n: getattr(config, n) for n in ("env", "env_option", "seed", "preset")}
-        write_json(run, shared | {"layout": LAYOUT})
+    if output.parent == config.run and not config.file.exists():
+        write_settings(config)
     write_json(meta_path(output), meta)
     return meta
 
@@ -167,9 +178,35 @@ def code_version() -> str:
     return ""
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], inputs: Inputs) -> str:
-    """Where two recipes differ, in words: an input by its name alone, any other by both values."""
+def is_begun(output: Path) -> bool:
+    return parts_folder(output).exists() or output.exists()  # in this order, see Output.read
+
+
+def check(
+    output: Path, config: Run, settings: dict[str, Any], inputs: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The settings as JSON has them. UserError for an output that was begun with others."""
+    recipe = json.loads(json.dumps(settings, default=str))
+    old = meta_of(output)["recipe"]
+    own = old.get("stage", config.stage) == config.stage
+    if is_begun(output) and not old:
+        problem = "is there without its .meta.json, so not of this command: move it"
+        raise UserError(f"{output}: {problem}")
+    differs = differences(old, recipe, inputs)
+    if is_begun(output) and differs and not (own and config.overwrite):
+        more = ", --overwrite starts again" if own else ""
+        raise UserError(
+            f"{output} was begun with {differs}: another --out or --run keeps both{more}"
+        )
+    return recipe
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], inputs: Iterable[str]) -> str:
+    """Where two recipes differ, in words: an input by its name alone, any other by both values.
+    A precision of None is not known yet."""
     names = [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
+    if new.get("precision") is None:
+        names = [name for name in names if name != "precision"]
     words = [f"another {n}" if n in inputs else f"{n} {old[n]}, not {new[n]}" for n in names]
     return "; ".join(words)
 

@@ -1,24 +1,30 @@
 """Settings: one frozen dataclass per command is its flags, its --help, its defaults and its recipe.
 
-What no flag says comes from RUN/run.json, then from a preset (qlass/presets.toml), then from the
-class, where the paper's settings stand.
+A run has one settings file, RUN/settings.toml: its first output copies that of its preset, there is
+one for each environment and kind of model. Flags go before the file, and the file goes before the
+class, where the paper's settings stand. `--help` shows the values that apply.
 """
 
 import dataclasses
+import itertools
+import json
 import os
+import re
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
-from tyro.conf import UseAppendAction
+from tyro.conf import arg as arg  # stages import no package before ours
 
-from qlass import UserError, presets
-from qlass.files import LAYOUT, read_json, warn
-from qlass.records import out_of_memory
+from qlass import UserError
+from qlass.files import atomic
+from qlass.records import as_user_error, out_of_memory
 
+PRESETS = Path(__file__).with_name("presets")  # KIND/ENV.toml
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UNNAMED = Path("runs/ENV")
 C = TypeVar("C")
@@ -34,25 +40,31 @@ def runtime(default: Any) -> Any:
 class Run:
     """What every command of a run has."""
 
-    stage: ClassVar[str] = ""  # whose settings a preset has for this command
+    stage: ClassVar[str] = ""  # whose table of a settings file this command reads
+    output: ClassVar[str] = ""  # in the run's folder
     plays_elsewhere: ClassVar[bool] = False  # with more options of the environment, if asked to
 
     env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
-    env_option: UseAppendAction[tuple[str, ...]] = ()  # NAME=VALUE, of the environment
+    env_option: tuple[str, ...] = runtime(())  # NAME=VALUE, of the environment
     run: Path = runtime(UNNAMED)  # folder of this run's files
-    preset: Literal["tiny", "paper"] | None = runtime(None)  # whose defaults (qlass/presets.toml)
+    preset: Literal["tiny", "paper"] | None = runtime(None)  # of a new run (paper: pretrained)
     seed: NonNegativeInt = 0  # of all random numbers
     overwrite: bool = runtime(False)  # make the output again from scratch
+
+    @property
+    def file(self) -> Path:
+        """The settings of the run, which begins when its first output writes them."""
+        return self.run / "settings.toml"
+
+    @property
+    def path(self) -> Path:
+        """The output of this command."""
+        return getattr(self, "out", None) or self.run / self.output
 
     def recipe(self) -> dict[str, Any]:
         """The settings that the bytes of an output depend on."""
         fields = dataclasses.fields(self)
-        recipe = {f.name: getattr(self, f.name) for f in fields if not f.metadata.get("runtime")}
-        if "precision" in recipe:
-            from qlass.device import device_and_precision
-
-            recipe["precision"] = device_and_precision(self)[1]
-        return recipe
+        return {f.name: getattr(self, f.name) for f in fields if not f.metadata.get("runtime")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,12 +96,12 @@ class Sampling(Prompt):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learning(Model):
-    """How a large model is trained in little memory; the defaults are Table 5's."""
+    """How a model is trained: each stage has its own of the first four."""
 
-    lr: Number = 1e-5  # learning rate at its peak
-    epochs: PositiveInt = 3  # at most
-    batch: PositiveInt = 64  # examples per update (of pairs at least)
-    patience: PositiveInt = 2  # epochs without a better validation before it ends
+    lr: Number
+    epochs: PositiveInt
+    batch: PositiveInt
+    patience: PositiveInt
     lora: PositiveInt | None = None  # train updates of this rank alone
     optim: Literal["adamw", "adamw8bit"] = "adamw"  # moments in 32 or in 8 bits
     gradient_checkpointing: bool = runtime(False)  # less memory, a third more time
@@ -108,60 +120,113 @@ def parse(
 ) -> C:
     """What the flags say, then `default`, then the class. doc: a module's docstring, with which
     --help begins."""
-    return tyro.cli(kind, args=argv, description=doc, config=FORM, default=default)
+    words = together(kind, sys.argv[1:] if argv is None else argv)
+    return tyro.cli(kind, args=words, description=doc, config=FORM, default=default)
+
+
+def together(kind: type, words: Sequence[str]) -> list[str]:
+    """The words with all values of a flag behind its first place; UserError for a flag with one
+    value that is given twice."""
+    types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    flags: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if re.match("--?[a-zA-Z]", word):
+            flag, equals, value = word.partition("=")
+            name = flag.lstrip("-").replace("-", "_")
+            if name not in types and name.swapcase() in types:
+                raise UserError(f"{flag}: there is {flag.swapcase()}")
+            if name in flags and "tuple[" not in types.get(name, ""):
+                raise UserError(f"{flag} is given twice")
+            flags.setdefault(name, [flag]).extend([value] if equals else [])
+        else:
+            flags.setdefault(name, []).append(word)
+    return list(itertools.chain(*flags.values()))
 
 
 def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R:
     """The settings of a command of a run."""
-    config = parse(kind, doc, argv)  # which run, and of what
-    options = config.env_option
-    folder = default_run(config.env) if config.run == UNNAMED else config.run
-    run = read_run(folder)
-    shared = {name: run[name] for name in ("env", "seed", "preset") if run} | {"run": folder}
-    config = parse(kind, doc, argv, kind(**shared))  # which preset
-    shared["preset"], defaults = presets.settings(config)
-    config = parse(kind, doc, argv, kind(**shared | defaults))
-    if run:
-        own = run["env_option"]
-        options = tuple(dict.fromkeys((*own, *options)))
-        if config.env != run["env"] or (len(options) > len(own) and not kind.plays_elsewhere):
-            raise UserError(f"{folder} is of {' '.join([run['env'], *own])}: name another --run")
-    elif not options:
-        options = defaults.get("env_option", ())
-    config = dataclasses.replace(config, env_option=options)
-    taken = [name for name, value in defaults.items() if getattr(config, name) == value]
-    if taken:
-        shown = ", ".join(f"{name} {defaults[name]}" for name in taken)
-        print(f"settings of the {config.preset} preset, {config.env}: {shown}", file=sys.stderr)
-    check_bounds(config)
-    return config
+    words = list(sys.argv[1:] if argv is None else argv)
+    config = parse(kind, doc, [word for word in words if word not in ("-h", "--help")])
+    if config.run == UNNAMED:
+        config = dataclasses.replace(config, run=default_run(config.env))
+    own = defaults(config)
+    config = parse(kind, doc, words, own)
+    model = getattr(config, "model", "tiny")
+    if config.preset != own.preset:
+        raise other_kind(own, f"--preset {config.preset}")
+    if kind.stage == "sft" and (model == "tiny") != (own.preset == "tiny"):
+        raise other_kind(own, f"--model {model}")
+    if own.file.exists():
+        options = tuple(dict.fromkeys((*own.env_option, *config.env_option)))
+        more = len(options) > len(own.env_option) and not kind.plays_elsewhere
+        if more or config.env != own.env:
+            shown = " ".join([own.env, *own.env_option])
+            raise UserError(f"{own.file} is of {shown}: change it there, or name another --run")
+        config = dataclasses.replace(config, env_option=options)
+    return by_types(kind, vars(config), "--")
 
 
-def check_bounds(config: Run) -> None:
-    """UserError for a number out of the bounds of its type."""
+def defaults(config: R) -> R:
+    """The settings of the run's file or, if there is none, of its preset."""
+    if (config.run / "run.json").exists():
+        raise UserError(f"{config.run}: of another version of this code: give another --run")
+    begun = config.file.exists()
+    file = config.file if begun else preset_file(config)
+    with as_user_error(f"{file} has not the settings of a run"):
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        values = tables["run"] | tables.get(config.stage, {})
+        tiny = tables["sft"]["model"] == "tiny"
+    with_lora = values.pop("with_lora", {})
+    if getattr(config, "lora", None):
+        values |= with_lora
+    if getattr(config, "expert", None):
+        values.pop("n_expert", None)  # a file is read to its end
+    if unknown := values.keys() - vars(config).keys():
+        raise UserError(f"{file}: there is no setting {min(unknown)}")
+    values |= {"run": config.run, "preset": "tiny" if tiny else "paper"}
+    values |= {} if begun else {"env": config.env}
+    return by_types(type(config), values, f"{file}: ")
+
+
+def by_types(kind: type[C], values: dict[str, Any], place: str) -> C:
+    """Settings of these values. UserError for one that its type does not allow."""
     try:
-        TypeAdapter(type(config)).validate_python(vars(config))
+        return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         problem = error.errors()[0]
-        flag = f"--{problem['loc'][0]}".replace("_", "-")
-        raise UserError(f"{flag} {problem['input']}: {problem['msg']}") from None
+        name = f"{place}{problem['loc'][0]} {problem['input']}"
+        raise UserError(f"{name}: {problem['msg']}") from None
+
+
+def other_kind(config: Run, model: str) -> UserError:
+    """A model that is not of the run's kind."""
+    other = "paper" if config.preset == "tiny" else "tiny"
+    way = f"name another --run, and begin it with --preset {other}"
+    return UserError(f"{model}: {config.run} has the settings of --preset {config.preset}: {way}")
+
+
+def preset_file(config: Run) -> Path:
+    """The settings of a new run."""
+    tiny = getattr(config, "model", "tiny") == "tiny"
+    file = PRESETS / (config.preset or ("tiny" if tiny else "paper")) / f"{config.env}.toml"
+    return file if file.exists() else file.with_name("any.toml")
+
+
+def write_settings(config: Run) -> None:
+    """Begin a run: copy its preset to RUN/settings.toml, with what its flags say of it."""
+    text = preset_file(config).read_text(encoding="utf-8")
+    for name in ("env", "env_option", "seed", "model"):
+        if hasattr(config, name):
+            line = f"{name} = {json.dumps(getattr(config, name), ensure_ascii=False)}"
+            text = re.sub(f"^{name} = .*", line.replace("\\", r"\\"), text, count=1, flags=re.M)
+    with atomic(config.file) as draft:
+        draft.write_text(text, encoding="utf-8")
+    print(f"{config.file}: the settings of this run, those of {preset_file(config)}", flush=True)
 
 
 def default_run(env: str) -> Path:
     return Path("runs") / env.rpartition(":")[2].lower()
-
-
-def read_run(run: Path) -> dict[str, Any]:
-    """RUN/run.json: environment, options, seed, preset; of a new run nothing."""
-    file = run / "run.json"
-    if not file.exists():
-        if any(run.glob("*.meta.json")):
-            warn(f"{file} is missing: this command takes {run} for a new run")
-        return {}
-    values = read_json(file)
-    if values.get("layout") != LAYOUT:
-        raise UserError(f"{file}: of another version of this code: give another --run")
-    return values
 
 
 FITS = (

@@ -1,5 +1,5 @@
 # Sourced by the scripts beside it, which name the environment ENV: where a run's files lie, and how stages are called. The
-# settings are those of qlass/presets.toml; a script says what it sets otherwise, in the arrays sft, trees, labels, qnet
+# settings are those of qlass/presets; a script says what it sets otherwise, in the arrays sft, trees, labels, qnet
 # and tasks. A script that names `ENVS` of environments or a number of SEEDS takes them as arguments.
 # Run a stopped script again: finished stages are kept, the others resume.
 # SEED=1 RUN=runs/webshop-seed1 bash runs/demo.sh for another seed; PYTHON=... for another Python; EPOCHS=8 for a longer

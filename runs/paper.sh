@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The paper's experiments with a pretrained model on a GPU (docs/models.md: data, memory, hours). A run that begins with a
-# pretrained --model has the paper's settings (Table 5, App. A.2: qlass/presets.toml); here is what our means change.
+# pretrained --model has the paper's settings (Table 5, App. A.2: qlass/presets/paper); here is what our means change.
 #   bash runs/paper.sh webshop      Table 2 and Fig. 3. The paper: SFT 63.1, best-of-N 67.9, QLASS 70.3 (tasks reworded by
 #                                   GPT-3.5; 65.3 without, in its first version). The same here with
 #                                   PARAPHRASER=https://api.openai.com/v1#gpt-3.5-turbo and OPENAI_API_KEY.
@@ -136,8 +136,8 @@ case $ENV in
             "$PYTHON" bellman.py --run "$RUN" --overwrite
             "$PYTHON" train_qnet.py "${env[@]}" "${few[@]}"
             "$PYTHON" q_search.py "${env[@]}" --method greedy qlass -M 2 --limit 4 --max-steps 4 "${short[@]}"
-            "$PYTHON" -m experiments.tree_grpo --env webshop --run "$RUN/grpo" --sft "$RUN/sft" --env-option max_steps=2 \
-                --batch-tasks 1 -M 1 --val 1 --budget 1 --gradient-checkpointing --lora 8 --overwrite
+            "$PYTHON" -m experiments.tree_grpo --env webshop --preset paper --run "$RUN/grpo" --sft "$RUN/sft" \
+                --env-option max_steps=2 --batch-tasks 1 -M 1 --val 1 --budget 1 --gradient-checkpointing --lora 8 --overwrite
         }
         "$PYTHON" -m experiments.gpu_check figures "$RUN" ;;
 esac

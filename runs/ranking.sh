@@ -7,11 +7,11 @@
 # Run it again after a stop: finished stages are kept, the others resume.
 set -eo pipefail
 ENV=webshop SEEDS=5 ENVS="webshop alfworld frozenlake"
-MAP=${MAP:-lakes2} RANK_WEIGHT=0
+MAP=${MAP:-lakes2} RANK_WEIGHT=
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
 tasks=(--limit 400) sizes=(4) episodes=(4 8) world=yes
-rank=(--rank-weight 4)  # chosen, with --distinct and M = 4, on validation tasks of WebShop's worlds 11 and 12
+rank=4 net=("${qnet[@]}")  # chosen, with --distinct and M = 4, on validation tasks of WebShop's worlds 11 and 12
 case $ENV in
     webshop) sizes=(4 6) episodes=(4 10) ;;
     frozenlake) world= ;;
@@ -23,8 +23,10 @@ for ((seed = 21; seed < 21 + SEEDS; seed++)); do
     common=(--env "$ENV" --seed "$seed" "${same[@]}")
     [ -z "$world" ] || common+=(--env-option "seed=$seed")
     clone
+    qnet=("${net[@]}" --rank-weight 0)
     learn_q "$RUN" "$RUN/sft"
-    another_qnet rank "${rank[@]}"
+    qnet=("${net[@]}" --rank-weight $rank)
+    another_qnet rank
     compare --method greedy sample likeliest oracle_step -M "${sizes[@]}" --out "$RUN/results-agent.jsonl"
     paper=(--qnet "$RUN/qnet") new=(--qnet "$RUN/qnet-rank" --label rank)
     search "${paper[@]}" --method qlass -M "${sizes[@]}" --out "$RUN/results-paper.jsonl"

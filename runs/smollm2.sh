@@ -29,7 +29,7 @@ case $ENV in
         sft+=(--n-expert 200 --epochs 1) trees=(--limit 32 --rollouts 4 --steps 20 --temperature 1) ;;
     webshop) labels=(--gamma 0.98)  # a state has up to 3,000 tokens, which its siblings in a pack share
         sft+=(--n-expert 120 --epochs 1) trees=(--limit 24 --rollouts 4 --temperature 1)
-        qnet+=(--lr 2e-4 --batch 6 --max-tokens 3072 --micro-tokens 3072) ;;
+        qnet=(--lora 16 --lr 2e-4 --batch 6 --max-tokens 3072 --micro-tokens 3072 --epochs 1 "${precision[@]}") ;;
     frozenlake)  # no thoughts, so a rollout is short; trees on many starts know all lakes
         common+=(--env-option "map=${MAP:-lakes}") play=(--max-steps 20)
         sft+=(--n-expert 60 --epochs 2)  # few enough that the agent still errs

@@ -13,7 +13,7 @@ ENV=webshop SEEDS=3 ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 [[ -z $1 || $1 == --* ]] || fail "$1 is not expected"
 [ "$ENV" != alfworld ] || splits=(valid_unseen valid_seen)
-plain=("${common[@]}" "$@") runs=() rl=() gigpo=() siblings=(--batch-tasks 30 --every 2)
+plain=("${common[@]:0:2}" "${common[@]:4}" "$@") runs=() rl=() gigpo=() siblings=(--batch-tasks 30 --every 2)
 case $ENV in  # env_steps: few enough to be spent before tokens; the best checkpoint is chosen by val validation tasks
     webshop) tokens=400000 env_steps=4000 val=200 gigpo=(--normalise mean) ;;  # as in its release
     alfworld) tokens=1000000 env_steps=10000 val=100 ;;

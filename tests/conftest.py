@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from fakes import FakeEnv, save_agent, tiny_backbone, word_chat
+from fakes import FakeEnv, over, save_agent, tiny_backbone, word_chat
 from hypothesis import settings
 
 from data import make_alfworld
@@ -63,7 +63,9 @@ def search(request, tmp_path, agent, value_net, fake_world):
 
     def command(*more: str, out: str = "results.jsonl") -> list[dict]:
         named = ["--sft", str(agent), "--qnet", str(value_net), "--out", str(tmp_path / out)]
-        request.module.stage.main(["--env", "frozenlake", "--run", str(tmp_path), *named, "--limit", "3", *more])
+        request.module.stage.main(
+            over(["--env", "frozenlake", "--run", str(tmp_path), "--preset", "paper", *named, "--limit", "3"], more)
+        )
         return [{k: v for k, v in line.items() if k != "seconds"} for line in read_jsonl(tmp_path / out)]
 
     return command

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -308,6 +308,15 @@ def fork(main: Callable, argv: list[str], folder: Path = Path(), **env: str) -> 
     process = multiprocessing.get_context("fork").Process(target=stage, daemon=True)
     process.start()
     return process
+
+
+def over(usual: Sequence[str], more: Sequence[str]) -> list[str]:
+    """The usual flags but for those that `more` has, and `more`."""
+    kept, wanted = [], True
+    for word in usual:
+        wanted = word not in more if word.startswith("--") else wanted
+        kept += [word] * wanted
+    return [*kept, *more]
 
 
 def settings_of(stage: Any, *argv: str) -> Any:

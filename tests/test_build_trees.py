@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, dump, explore, path_of, run, say
+from fakes import WORLD, FakeEnv, Script, dump, explore, over, path_of, run, say
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -209,8 +209,8 @@ def test_a_tree_in_lines():
 @pytest.fixture
 def build(tmp_path, agent, fake_world):
     def command(*more: str, out: str = "trees.jsonl") -> bytes:
-        argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / out)]
-        build_trees.main([*argv, "--tasks", "new", "--limit", "4", *more])
+        argv = ["--env", "frozenlake", "--run", str(tmp_path), "--preset", "paper", "--sft", str(agent)]
+        build_trees.main(over([*argv, "--out", str(tmp_path / out), "--tasks", "new", "--limit", "4"], more))
         return (tmp_path / out).read_bytes()
 
     return command

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from fakes import FakeEnv, FakeServer, chat_completion, tiny_lm, word_chat
+from fakes import FakeEnv, FakeServer, chat_completion, over, tiny_lm, word_chat
 
 import bellman
 import train_qnet
@@ -33,8 +33,7 @@ def fake(fake_world):
 
 
 def played(fake, run, *flags):
-    flags = ("--run", str(run), "--server", fake.url, "--limit", "2", *flags)
-    chat_agent.main(list(flags))
+    chat_agent.main(over(["--run", str(run), "--server", fake.url, "--limit", "2"], flags))
     return read_jsonl(run / "results_first.jsonl")
 
 

@@ -1,8 +1,7 @@
 """Settings: flags, bounds, presets, and what a run hands on."""
 
-import dataclasses
 import importlib
-import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,10 @@ import build_trees
 import q_search
 import sft
 import train_qnet
-from qlass import UserError, presets
-from qlass.settings import Run
+from qlass import UserError, settings
+from qlass.device import device_and_precision
+from qlass.outputs import find_or_make
+from qlass.settings import PRESETS
 
 STAGES = [sft, build_trees, bellman, train_qnet, q_search]
 NAMES = ("compare", "eto", "ppo", "retry", "self_train", "tree_grpo", "tree_search")
@@ -38,14 +39,14 @@ def test_a_run_has_its_environments_name_and_a_recipe_no_runtime_flags():
 def test_a_device_without_what_is_needed_is_refused_and_one_without_bf16_takes_float32(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match="--device cuda: torch sees no GPU"):
-        settings_of(build_trees, "--device", "cuda").recipe()
+        device_and_precision(settings_of(build_trees, "--device", "cuda"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for device in ("mps", "cuda:1", "gpu"):
         with pytest.raises(SystemExit):
             settings_of(build_trees, "--device", device)
     for supported, precision in (False, "float32"), (True, "bf16"):
         monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation, supported=supported: supported)
-        assert settings_of(build_trees).recipe()["precision"] == precision
+        assert device_and_precision(settings_of(build_trees))[1] == precision
     assert capsys.readouterr().err.count("this GPU computes no bf16") == 1
 
 
@@ -81,40 +82,98 @@ def test_the_tiny_models_settings(env, stage, values):
         assert getattr(settings_of(stage, "--env", env, f"--{name}", "2"), name) == 2  # a flag says otherwise
 
 
-def test_a_pretrained_model_has_the_papers_settings(agent):
+def test_a_pretrained_model_has_the_papers_settings():
     config = settings_of(sft, "--model", "meta-llama/Llama-2-7b-chat-hf")
     assert (config.preset, config.epochs, config.lr, config.batch) == ("paper", 3, 1e-5, 64)
-    assert settings_of(sft, "--model", "m.gguf", "--lora", "16").lr == 2e-4
-    assert settings_of(sft, "--model", "m.gguf", "--preset", "tiny").lr == 3e-3
+    assert settings_of(sft, "--model", "org/m", "--lora", "16").lr == 2e-4
     assert settings_of(sft).n_expert == 100 and settings_of(sft, "--expert", "mine.jsonl").n_expert is None
-    trees = settings_of(build_trees, "--sft", str(agent))  # a checkpoint without the tiny model's aids
+    trees = settings_of(build_trees, "--preset", "paper")
     assert (trees.preset, trees.rollouts, trees.tasks, trees.depth) == ("paper", 1000, "cloned", 3)
 
 
-def test_every_setting_of_a_preset_is_one_of_its_stage():
-    kinds = {"run": Run} | {module.Config.stage: module.Config for module in reversed(MODULES)}
-    tables = presets.PRESETS
-    for stages in [*tables["tiny"].values(), *tables["paper"].values(), tables["lora"]]:
-        for stage, settings in stages.items():
-            fields = {field.name for field in dataclasses.fields(kinds.get(stage, q_search.Config))}  # as qval
-            assert settings.keys() <= fields
+@pytest.mark.parametrize("file", sorted(PRESETS.glob("*/*.toml")), ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_a_preset_says_all_that_the_outputs_of_a_run_depend_on_and_nothing_else(file):
+    tables = tomllib.loads(file.read_text("utf-8"))
+    assert tables["run"]["env"] in (file.stem, "MODULE:CLASS")
+    assert (tables["sft"]["model"] == "tiny") == (file.parent.name == "tiny")
+    for module in MODULES:
+        table = tables["run"] | tables.get(module.Config.stage, {})
+        config = module.Config(**{"lr": 1, "epochs": 1, "batch": 1, "patience": 1} if module.Config.stage == "" else {})
+        assert table.keys() - {"with_lora"} <= vars(config).keys()
+        if module in STAGES:
+            assert {name for name, value in config.recipe().items() if value} <= table.keys()
 
 
-def test_a_run_has_one_environment_seed_and_preset(tmp_path):
-    begun = {"env": "frozenlake", "env_option": ["map=4x4"], "seed": 4, "preset": "paper", "layout": 2}
-    (tmp_path / "run.json").write_text(json.dumps(begun))
+def test_the_file_of_a_run_has_the_numbers_that_run(tmp_path, capsys):
+    """A flag goes before the file, the file before the preset; --help shows what applies."""
     run = ["--run", str(tmp_path)]
+    settings.write_settings(settings_of(sft, *run, "--model", "org/m", "--seed", "4", "--env-option", 'name=a\\"b'))
+    file = tmp_path / "settings.toml"
+    config = settings_of(sft, *run)  # stopped before its first state, it goes on with its own model
+    assert (config.model, config.seed, config.env_option) == ("org/m", 4, ('name=a\\"b',))
+    file.write_text(file.read_text().replace("epochs = 3", "epochs = 7").replace("lr = 1e-5", "lr = 1e-4"))
+    assert settings_of(sft, *run).epochs == 7 and settings_of(sft, *run, "--epochs", "8").epochs == 8
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        settings_of(sft, *run, "--batch", "5", "--help")
+    page = " ".join(capsys.readouterr().out.split())
+    assert "(default: 7)" in page and "(default: 0.0001)" in page and "(default: org/m)" in page
+    for old, new, says in (
+        ("epochs = 7", "epoch = 7", "settings.toml: there is no setting epoch"),
+        ("epochs = 7", "epochs = 0", "settings.toml: epochs 0: Input should be greater than 0"),
+        ("epochs = 7", "epochs =", "settings.toml has not .*: Invalid value"),
+        (file.read_text(), "", "settings.toml has not the settings of a run: 'run'"),
+    ):
+        text = file.read_text()
+        file.write_text(text.replace(old, new))
+        with pytest.raises(UserError, match=says):
+            settings_of(sft, *run)
+        file.write_text(text)
+
+
+@pytest.mark.parametrize("own", ["tiny", "org/m"])
+def test_a_run_is_of_one_kind_of_model(own, tmp_path, agent):
+    run = ["--run", str(tmp_path / "run")]
+    settings.write_settings(settings_of(sft, *run, "--model", own))
+    other, preset = ("org/m", "paper") if own == "tiny" else ("tiny", "tiny")
+    for flags in (["--model", other], ["--preset", preset]):
+        with pytest.raises(UserError, match=f"{' '.join(flags)}: .*run has the settings of --preset .*: name another"):
+            settings_of(sft, *run, *flags)
+    with pytest.raises(UserError, match="--model org/m: runs/webshop has the settings of --preset tiny"):
+        settings_of(sft, "--model", "org/m", "--preset", "tiny")
+    config = settings_of(build_trees, *run, "--sft", str(agent))
+    if own == "tiny":
+        with pytest.raises(UserError, match=r"--sft .* has the settings of --preset tiny"):
+            find_or_make(config.sft, "sft", "sft", config)
+    else:
+        assert find_or_make(config.sft, "sft", "sft", config) == agent
+
+
+def test_a_flag_given_twice_adds_up_or_is_refused():
+    config = settings_of(q_search, "-M", "2", "4", "--method", "greedy", "--limit=3", "-M", "6", "--method=qlass")
+    assert (config.M, config.method, config.limit) == ((2, 4, 6), ("greedy", "qlass"), 3)
+    options = ("--env-option", "a=1", "--seed", "1", "--env-option=b=2")
+    assert settings_of(build_trees, *options).env_option == ("a=1", "b=2")
+    for flags, says in ((["--expert", "a", "--expert=b"], "--expert is given twice"), (["-m", "4"], "-m: there is -M")):
+        with pytest.raises(UserError, match=says):
+            settings_of(q_search if "-m" in flags else sft, *flags)
+
+
+def test_a_run_has_one_environment_and_seed(tmp_path):
+    run = ["--run", str(tmp_path)]
+    begun = settings_of(build_trees, *run, "--env", "frozenlake", "--env-option", "map=4x4", "--seed", "4")
+    settings.write_settings(begun)
     for flags in ([], ["--env", "frozenlake"], ["--env-option", "map=4x4"]):
         config = settings_of(build_trees, *run, *flags)
         assert (config.env, config.env_option, config.seed) == ("frozenlake", ("map=4x4",), 4)
-        assert (config.preset, config.rollouts) == ("paper", 64)
-    assert settings_of(build_trees, *run, "--seed", "5", "--preset", "tiny").rollouts == 600
+        assert (config.preset, config.rollouts) == ("tiny", 600)
+    assert settings_of(build_trees, *run, "--seed", "5").seed == 5
     for flags in (["--env", "webshop"], ["--env-option", "slippery=true"]):
-        with pytest.raises(UserError, match=rf"{tmp_path} is of frozenlake map=4x4: name another --run"):
+        with pytest.raises(UserError, match=r"settings.toml is of frozenlake map=4x4: .* name another --run"):
             settings_of(build_trees, *run, *flags)
     with pytest.raises(UserError, match="name another --run"):
         settings_of(q_search, *run, "--env", "webshop")
     assert settings_of(q_search, *run, "--env-option", "stray=0").env_option == ("map=4x4", "stray=0")
-    (tmp_path / "run.json").write_text(json.dumps({"env": "frozenlake"}))
-    with pytest.raises(UserError, match=r"run\.json: of another version of this code"):
+    (tmp_path / "settings.toml").rename(tmp_path / "run.json")
+    with pytest.raises(UserError, match=r"of another version of this code: give another --run"):
         settings_of(build_trees, *run)

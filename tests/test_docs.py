@@ -89,7 +89,7 @@ def test_the_whole_on_one_page_is_what_the_scripts_do(lake):
 
 def test_the_rival_of_the_page_plays_and_has_a_row(agent, fake_world, tmp_path):
     """One draw of it is a sample; of four it takes what most are; lines of another program join."""
-    run = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--limit", "4"]
+    run = ["--env", "frozenlake", "--run", str(tmp_path), "--preset", "paper", "--sft", str(agent), "--limit", "4"]
     q_search.main([*run, "--method", "sample"])
     rival.main([*run, "-M", "1", "4"])
     lines = {(r["method"], r["M"], r["task_id"]): r for r in read_jsonl(tmp_path / "results.jsonl")}

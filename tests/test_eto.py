@@ -124,7 +124,7 @@ def test_it_learns_from_siblings(fake_world, agent, tmp_path):
     labelled = tree((0, "Action: left", 0.0), (0, "Action: right", 1.0))
     (tmp_path / "q_labels.jsonl").write_text(dump(labelled))
     flags = ["--lr", "0.003", "--val", "1", "--batch-tasks", "1", "--budget", "400", "--every", "100"]
-    run = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent)]
+    run = ["--env", "frozenlake", "--run", str(tmp_path), "--preset", "paper", "--sft", str(agent)]
 
     eto.main([*run, *flags, "--pairs", "siblings"])
 

@@ -20,7 +20,7 @@ import q_search
 from qlass import UserError, files, outputs, records
 from qlass.files import parts_folder, read_jsonl, write_jsonl
 from qlass.outputs import Output, find_or_make
-from qlass.settings import FITS, Run, read_settings, run_stage, runtime
+from qlass.settings import FITS, Run, read_settings, run_stage, runtime, write_settings
 
 TASKS = ["t0", "t1", "t2", "t3"]
 
@@ -81,7 +81,7 @@ def test_stopped_at_any_byte_at_any_width_it_becomes_the_same_file(calls):
             if part.exists():
                 os.truncate(part, min(cut, part.stat().st_size))
         grow(path)
-        beside = {files.meta_path(path).name, "run.json"}
+        beside = {files.meta_path(path).name, "settings.toml"}
         assert path.read_bytes() == WHOLE and {file.name for file in path.parent.glob("[!.]*")} == {path.name, *beside}
         meta = files.meta_of(path)
         assert meta["tasks"] == TASKS and grow(path) == []
@@ -231,10 +231,10 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
         return "".join(capsys.readouterr())
 
     monkeypatch.setattr("bellman.main", make)
-    shared = {"env": "webshop", "env_option": [], "seed": 1, "preset": "tiny", "layout": files.LAYOUT}
-    (tmp_path / "run.json").write_text(json.dumps(shared))
-    with pytest.raises(UserError, match=r"rnu: no such run; python sft.py --run"):  # a typo begins nothing
-        find(config=dataclasses.replace(config, run=tmp_path.with_name(tmp_path.name + "rnu")))
+    write_settings(config)
+    typo = tmp_path.with_name(tmp_path.name + "rnu")  # which begins nothing
+    with pytest.raises(UserError, match=rf"rnu: no such run \(there is {tmp_path.name}\); python sft.py --run"):
+        find(config=dataclasses.replace(config, run=typo))
     (tmp_path / "trees.jsonl").write_text("1")
     assert "is missing: making it with python bellman.py --run" in find()
     assert not find()
@@ -277,7 +277,7 @@ def test_other_data_and_another_version_are_refused(tmp_path, agent, monkeypatch
     world = tmp_path / "data" / "world.json"
     world.parent.mkdir()
     world.write_text(json.dumps(WORLD))
-    run = ["--run", str(tmp_path), "--sft", str(agent), "--method", "greedy"]
+    run = ["--run", str(tmp_path), "--preset", "paper", "--sft", str(agent), "--method", "greedy"]
     first = ["--env", "test_files:Filed", "--env-option", f"data={world.parent}"]
 
     def play(*more: str) -> None:

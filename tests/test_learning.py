@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from fakes import FakeEnv, dump, save_agent, tiny_lm, word_chat
+from fakes import FakeEnv, dump, over, save_agent, tiny_lm, word_chat
 
 from experiments import eto, ppo, tree_grpo
 from experiments.learning import Learner
@@ -43,8 +43,10 @@ def train(fake_world, beginner, tmp_path):
 
     def start(learner, folder, budget, *flags, sft=beginner):
         run = tmp_path / folder
-        argv = ["--env", "frozenlake", "--val", "2", "--lr", "0.003", "--budget-in", "env_steps", *FLAGS[learner]]
-        learner.main([*argv, "--sft", str(sft), "--run", str(run), "--name", "x", "--budget", str(budget), *flags])
+        argv = ["--env", "frozenlake", "--preset", "paper", "--val", "2", "--lr", "0.003", *FLAGS[learner]]
+        argv += ["--budget-in", "env_steps"]
+        argv += ["--sft", str(sft), "--run", str(run), "--name", "x", "--budget", str(budget)]
+        learner.main(over(argv, flags))
         return read_jsonl(run / "sft-x.updates.jsonl")
 
     return start
@@ -100,7 +102,7 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypa
     assert contents(tmp_path / "again") == contents(tmp_path / "one")
     for spent, lr, says in ((budget, ["--lr", "0.5"], "begun with lr"), (20, [], "are spent: raise --budget")):
         with pytest.raises(UserError, match=says):  # the best agent so far may have cost more
-            train(learner, "again", spent, *flags, *lr)
+            train(learner, "again", spent, *(lr or flags))
 
 
 def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from fakes import FakeEnv, Script, explore, say
+from fakes import FakeEnv, Script, explore, over, say
 
 import envs
 from build_trees import tree_records
@@ -239,7 +239,7 @@ def study(tmp_path):
     """Run a study of a few states of small lakes; the rows of its tables, by set of labels and score."""
 
     def run(*flags, points="5"):
-        qval.main([*LAKE, str(tmp_path), "--actor", "random", "--points", points, *flags])
+        qval.main(over([*LAKE, str(tmp_path), "--actor", "random", "--points", points], flags))
         return pd.read_csv(tmp_path / "qval" / "alignment.csv", index_col=["labels", "scorer"])
 
     return run
@@ -264,12 +264,13 @@ def test_a_study_is_of_its_points_and_resumes(study, tmp_path):
 def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
     names, results = ["random", "step_index", "code", "logprob", "untried"], tmp_path / "results.jsonl"
     monkeypatch.setattr(FastPolicy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
-    steer = ["search", *LAKE, str(tmp_path), "--sft", str(agent), "-M", "3", "--limit", "5", "--scorer"]
+    agent_of = ["--preset", "paper", "--sft", str(agent)]
+    steer = ["search", *LAKE, str(tmp_path), *agent_of, "-M", "3", "--limit", "5", "--scorer"]
     qval.main([*steer, *names])
     assert {*report.rewards_of(results, "frozenlake").index} == {*names}
     with pytest.raises(UserError, match="oracle_step"):  # who knows the true values steers no search
         qval.main([*steer, "oracle"])
-    flags = ["--trajectories", "3", "-K", "2", "--references", "exact", "policy", "--sft", str(agent)]
+    flags = ["--trajectories", "3", "-K", "2", "--references", "exact", "policy", *agent_of]
     rows = study(*flags, "--results", str(results), "--scorers", *names, "oracle", points="20")
     assert {*rows.index.get_level_values("labels")} == {"exact", "policy max", "policy mean"}
     assert rows.loc["exact"].loc[["oracle", "step_index"], "rho"].tolist() == pytest.approx([1, 0])

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import itertools
-import json
 import re
 import shlex
 import shutil
@@ -97,10 +96,8 @@ def parsed(*command):
     if not issubclass(config, settings.Run):
         return settings.parse(config, module.__doc__, flags)
     read = settings.read_settings(config, module.__doc__, flags)
-    if read.stage == "sft" and not (read.run / "run.json").exists():
-        read.run.mkdir(parents=True, exist_ok=True)
-        shared = {name: getattr(read, name) for name in ("env", "env_option", "seed", "preset")} | {"layout": 2}
-        (read.run / "run.json").write_text(json.dumps(shared))
+    if read.stage == "sft" and not read.file.exists():
+        settings.write_settings(read)
     return read
 
 

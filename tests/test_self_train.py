@@ -1,7 +1,7 @@
 """Self-training: which trajectories are made, which are kept, and in which file stage 1 finds them."""
 
 import pytest
-from fakes import FakeEnv, Script, dump, run, word_chat
+from fakes import FakeEnv, Script, dump, over, run, word_chat
 from test_bellman import node
 
 from experiments import self_train
@@ -65,7 +65,7 @@ def stage(tmp_path, fake_world, agent, value_net, monkeypatch):
     write_json(tmp_path / "sft.meta.json", meta)
 
     def start(method, *flags):
-        argv = ["--env", "frozenlake", "--run", str(tmp_path), "--method", method, "--threshold", "0", *flags]
+        argv = ["--env", "frozenlake", "--run", str(tmp_path), "--method", method, *over(["--threshold", "0"], flags)]
         self_train.main(argv)
         return read_jsonl(tmp_path / f"self_train-{method}.jsonl")
 

@@ -241,7 +241,8 @@ def test_a_run_that_its_server_stopped_goes_on_where_it_was(fake, sft, fake_worl
     """The same command, and the same lines as of a server that never failed."""
 
     def search(out: str) -> list[dict]:
-        flags = ["--run", str(tmp_path), "--sft", str(sft), "--server", fake.url, "--method", "sample", "--limit", "3"]
+        flags = ["--run", str(tmp_path), "--preset", "paper", "--sft", str(sft), "--server", fake.url]
+        flags += ["--method", "sample", "--limit", "3"]
         q_search.main([*flags, "--skip", "0", "--in-flight", "1", "--out", str(tmp_path / out)])
         return [line | {"seconds": 0} for line in read_jsonl(tmp_path / out)]
 
@@ -312,8 +313,8 @@ def test_a_search_by_a_served_qnet_is_the_local_one(fake, qnet, sft, fake_world,
     fake.script += [503]
 
     def search(qnet: object, out: str) -> list[dict]:
-        flags = ["--run", str(tmp_path), "--sft", str(sft), "--out", str(tmp_path / out), "--limit", "3"]
-        q_search.main([*flags, "--skip", "0", "--qnet", str(qnet)])
+        flags = ["--run", str(tmp_path), "--preset", "paper", "--sft", str(sft), "--out", str(tmp_path / out)]
+        q_search.main([*flags, "--limit", "3", "--skip", "0", "--qnet", str(qnet)])
         return [line | {"seconds": 0} for line in read_jsonl(tmp_path / out)]
 
     mark = NET.score([QUESTION])[0]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import FakeEnv, settings_of, tiny_lm, word_chat
+from fakes import FakeEnv, over, settings_of, tiny_lm, word_chat
 from test_checkpoints import mamba
 
 import q_search
@@ -135,8 +135,8 @@ def clone(tmp_path, agent, fake_world):
     run = ["--env", "frozenlake", "--run", str(tmp_path)]
 
     def command(*more: str, out: str = "sft", play: tuple[str, ...] = ()) -> tuple:
-        model = [] if "--model" in more else ["--model", str(tmp_path / "model")]
-        sft.main([*run, *model, "--epochs", "1", "--out", str(tmp_path / out), *more])
+        usual = [*run, "--model", str(tmp_path / "model"), "--epochs", "1", "--out", str(tmp_path / out)]
+        sft.main(over(usual, more))
         env = FakeEnv()
         return load_agent(tmp_path / out, settings_of(q_search, *run, *play), env), env
 

@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, dump, explore, run, say, tiny_backbone, word_chat
+from fakes import FakeEnv, dump, explore, over, run, say, tiny_backbone, word_chat
 
 import bellman
 import train_qnet
@@ -163,8 +163,8 @@ def train(tmp_path, agent):
     labels.write_text(dump(labelled_tree("train0") + labelled_tree("train1") + labelled_tree("train2")))
 
     def command(*more: str, out: str = "qnet") -> QNet:
-        argv = ["--env", "frozenlake", "--sft", str(agent), "--labels", str(labels), "--out", str(tmp_path / out)]
-        train_qnet.main([*argv, "--epochs", "1", *more])
+        argv = ["--env", "frozenlake", "--preset", "paper", "--sft", str(agent), "--labels", str(labels)]
+        train_qnet.main(over([*argv, "--out", str(tmp_path / out), "--epochs", "1"], more))
         return QNet.from_pretrained(tmp_path / out, train_qnet.Config(plain="--plain" in more))
 
     return command

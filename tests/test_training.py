@@ -142,8 +142,8 @@ def launch(main, argv: list[str], code: int) -> None:
 TRAININGS = [  # a stage, and what it learns from and how
     ("sft", "--n-expert 5"),
     ("sft", "--expert {expert} --model {agent} --lora 2"),
-    ("train_qnet", "--sft {agent} --labels {labels} --max-tokens 40"),
-    ("train_qnet", "--sft {agent} --labels {labels} --max-tokens 40 --lora 2"),
+    ("train_qnet", "--preset paper --sft {agent} --labels {labels} --max-tokens 40 --lr 1e-3"),
+    ("train_qnet", "--preset paper --sft {agent} --labels {labels} --max-tokens 40 --lora 2"),
 ]
 
 
@@ -153,7 +153,7 @@ def test_two_processes_share_the_work_and_train_what_one_does(stage, flags, tmp_
     labels, expert = tmp_path / "labels.jsonl", tmp_path / "mine.jsonl"
     labels.write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))
     expert.write_text(dump([demonstrate(FakeEnv(), f"train{i}") for i in range(5)]))
-    common = f"--env frozenlake --run {tmp_path} --epochs 2 --micro-tokens 40 --batch 4 --save-every 1 --preset tiny"
+    common = f"--env frozenlake --run {tmp_path} --epochs 2 --micro-tokens 40 --batch 4 --save-every 1"
     argv = [*common.split(), *flags.format(agent=agent, labels=labels, expert=expert).split()]
     one, two = ([*argv, "--out", str(tmp_path / name)] for name in ("by-1", "by-2"))
     main = importlib.import_module(stage).main

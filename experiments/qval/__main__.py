@@ -33,11 +33,7 @@ from qlass.agent import set_first_messages
 from qlass.batching import LogProb, Models, Sample, drive
 from qlass.chat import FLAGS, Rendering
 from qlass.files import Inputs
-from qlass.presets import PRESETS
 from qlass.settings import Number, read_settings, run_stage, runtime
-
-for name in ("alfworld", "sciworld"):
-    PRESETS["tiny"][name]["qval"] = {"split": PRESETS["tiny"][name]["q_search"]["split"]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
