@@ -203,7 +203,7 @@ def unit_rows(folders: Sequence[Path]) -> pd.DataFrame:
     """Rows of results.csv but for the split: each condition in each run folder, a unit, and over all of them."""
     rows = []
     for folder in folders:
-        unit = folder.name.rpartition("-")[2]
+        unit = folder.name.rpartition("-")[2].removeprefix("seed")
         for group in read_results(result_files([str(folder)])):
             c = group.condition
             method = f"{c.method}: {c.player}".removesuffix(": ")
