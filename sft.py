@@ -185,9 +185,9 @@ def train(
             portions = training.micro_batches(batch, len, config.micro_tokens)
             for portion in training.my_share(portions):
                 with training.autocast(config):
-                    part = loss_of(model, portion) / n  # Eq. (5), per token
-                part.backward()  # gradients accumulate
-                loss += part.item()
+                    micro_loss = loss_of(model, portion) / n  # Eq. (5), per token
+                micro_loss.backward()  # gradients accumulate
+                loss += micro_loss.item()
             loss = training.all_reduce(model, loss)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for param_group in optimizer.param_groups:

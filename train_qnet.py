@@ -70,7 +70,7 @@ from qlass import UserError, files, models, training
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.messages import State
-from qlass.pairs import Pair, Pairs, Part, families, hold_out_trees, pairs_of, ranking
+from qlass.pairs import Pack, Pair, families, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
 from qlass.records import Label, as_user_error
 from qlass.trees import read_trees
@@ -173,56 +173,60 @@ def family_loss(
     return torch.stack(losses).sum() + rank_weight * (e - e.mean()).square().sum()
 
 
-def parts_of(chat: Chat, tree: Pairs, config: Config) -> list[Part]:
-    """What an epoch shuffles. With --plain a part is one pair or, with a rank weight, which needs
+def packs_of(chat: Chat, tree: list[Pair], config: Config) -> list[Pack]:
+    """What an epoch shuffles. With --plain a pack is one pair or, with a rank weight, which needs
     siblings together, one family. Else it is as many of these as fit in --max-tokens."""
     together = families(tree) if config.rank_weight else [[pair] for pair in tree]
     if config.plain:
-        return [Part([f], sum(len(chat.pair(p.state, p.action)) for p in f)) for f in together]
+        return [Pack([f], sum(len(chat.pair(p.state, p.action)) for p in f)) for f in together]
     from qlass.fast.packing import pack_pairs
 
     return list(pack_pairs(chat, together, config.loss_on, config.max_tokens))
 
 
-def loss_of(qnet: QNet, parts: Sequence[Part], config: Config) -> torch.Tensor:
-    """The sum of `family_loss` over the families of all parts, ()."""
+def loss_of(qnet: QNet, packs: Sequence[Pack], config: Config) -> torch.Tensor:
+    """The sum of `family_loss` over the families of all packs, ()."""
     if not config.plain:
         from qlass.fast.packing import packed_loss  # the same, at a fraction of the cost
 
-        return packed_loss(qnet, parts, config.rank_weight)
-    together = [family for part in parts for family in part.families]
+        return packed_loss(qnet, packs, config.rank_weight)
+    together = [family for pack in packs for family in pack.families]
     options = config.loss_on, config.rank_weight
     return torch.stack([family_loss(qnet, family, *options) for family in together]).sum()
 
 
 def train(
-    qnet: QNet, trees: list[Pairs], held_out: list[Pairs], config: Config, log: training.Training
+    qnet: QNet,
+    trees: list[list[Pair]],
+    held_out: list[list[Pair]],
+    config: Config,
+    log: training.Training,
 ) -> None:
     """Regress QNet onto the Q-values of (s, a)."""
-    parts = [part for tree in trees for part in parts_of(qnet.chat, tree, config)]
+    packs = [pack for tree in trees for pack in packs_of(qnet.chat, tree, config)]
     head_lr = config.lr if config.head_lr is None else config.head_lr
     optimizer = models.adamw([(qnet.backbone, config.lr), (qnet.head, head_lr)], config.optim)
-    log.resume(qnet, optimizer, sizes=list(map(len, parts)))
-    budget = 1 if config.plain else config.micro_tokens  # plain: one part at a time
+    log.resume(qnet, optimizer, sizes=list(map(len, packs)))
+    budget = 1 if config.plain else config.micro_tokens  # plain: one pack at a time
     for epoch in log.epochs_left():
         qnet.train()
         for update in log.updates_left(epoch):
-            batch = [parts[i] for i in update]
+            batch = [packs[i] for i in update]
             n = sum(map(len, batch))
             loss = 0.0
             portions = training.micro_batches(batch, attrgetter("tokens"), budget)
             for portion in training.my_share(portions):
                 with training.autocast(config):
-                    part = loss_of(qnet, portion, config) / n  # Eq. (11), per pair
-                part.backward()  # gradients accumulate
-                loss += part.item()
+                    micro_loss = loss_of(qnet, portion, config) / n  # Eq. (11), per pair
+                micro_loss.backward()  # gradients accumulate
+                loss += micro_loss.item()
             loss = training.all_reduce(qnet, loss)
             norm = nn.utils.clip_grad_norm_(qnet.parameters(), 1.0)
             for param_group in optimizer.param_groups:
                 param_group["lr"] = param_group["peak"] * training.cosine(log.step, log.steps)
             optimizer.step()
             optimizer.zero_grad()
-            log.end_update(loss, norm, tokens=sum(part.tokens for part in batch))
+            log.end_update(loss, norm, tokens=sum(pack.tokens for pack in batch))
         with training.autocast(config):
             reader = scorer(qnet.eval(), config.plain, cache_gb=2.0)  # beside a training's moments
             ranks = ranking(reader.score, held_out)
@@ -234,7 +238,7 @@ def train(
 # --------------------------------------------------------------------------------------------- main
 
 
-def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[Pairs]]:
+def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[list[Pair]]]:
     """Of the first `limit` labelled trees: their tasks, and their pairs."""
     trees = list(islice(read_trees(labels, Label), limit))
     with as_user_error(labels, errors=KeyError):  # of a root without messages

@@ -35,12 +35,12 @@ from qlass.chat import Chat, Rendering
 from qlass.demonstrations import demonstrate
 from qlass.fast.decode import FastPolicy
 from qlass.messages import react, start, step
-from qlass.pairs import Pairs, pairs_of
+from qlass.pairs import Pair, pairs_of
 from qlass.policy import Policy
 from qlass.settings import Sampling, parse, run_stage
 from qlass.tiny import AIDS, tiny_model
 from qlass.training import micro_batches
-from train_qnet import QNet, loss_of, parts_of, scorer
+from train_qnet import QNet, loss_of, packs_of, scorer
 
 TEXT = 17  # tokens of a demonstration's mean action
 N = 4  # candidates
@@ -184,13 +184,13 @@ def trees(n: int = 64, few: int = 4) -> Iterator[str]:
         yield line(f"exploration trees, {actions}", *rates, "nodes/s")
 
 
-def epoch(net: QNet, trees: list[Pairs], plain: bool) -> int:
+def epoch(net: QNet, trees: list[list[Pair]], plain: bool) -> int:
     """Leaves the gradient of all pairs in the net. Returns the tokens that went through it."""
     config = train_qnet.Config(plain=plain, max_tokens=1024)
-    parts = [part for tree in trees for part in parts_of(net.chat, tree, config)]
-    for portion in micro_batches(parts, lambda part: part.tokens, 1 if plain else 2048):
+    packs = [pack for tree in trees for pack in packs_of(net.chat, tree, config)]
+    for portion in micro_batches(packs, lambda pack: pack.tokens, 1 if plain else 2048):
         loss_of(net, portion, config).backward()
-    return sum(part.tokens for part in parts)
+    return sum(pack.tokens for pack in packs)
 
 
 def qnet(n: int = 2) -> Iterator[str]:

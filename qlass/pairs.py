@@ -22,14 +22,11 @@ class Pair:
     q: float
 
 
-Pairs = list[Pair]  # of one tree, depth first; or of one state, a family
-
-
 @dataclass(frozen=True, eq=False)
-class Part:
+class Pack:
     """Families of a tree whose loss is computed at once."""
 
-    families: list[Pairs]
+    families: list[list[Pair]]
     tokens: int  # that the backbone reads of it, without padding
 
     def __len__(self) -> int:
@@ -48,21 +45,23 @@ def states_of(tree: list[dict]) -> dict[int, State]:
     return states
 
 
-def pairs_of(tree: list[dict]) -> Pairs:
+def pairs_of(tree: list[dict]) -> list[Pair]:
     """All (s, a, q) of a labelled tree, depth first: a node's action in its parent's state."""
     states = states_of(tree)
     return [Pair(states[node["parent_id"]], node["action"], node["q"]) for node in tree[1:]]
 
 
-def families(pairs: Pairs) -> list[Pairs]:
+def families(pairs: list[Pair]) -> list[list[Pair]]:
     """The pairs of a tree by state: siblings together, in the order of the first of them."""
-    siblings: dict[State, Pairs] = {}
+    siblings: dict[State, list[Pair]] = {}
     for pair in pairs:
         siblings.setdefault(pair.state, []).append(pair)
     return list(siblings.values())
 
 
-def hold_out_trees(trees: list[Pairs], tasks: Sequence[str]) -> tuple[list[Pairs], list[Pairs]]:
+def hold_out_trees(
+    trees: list[list[Pair]], tasks: Sequence[str]
+) -> tuple[list[list[Pair]], list[list[Pair]]]:
     """Trees to train on, and those of every tenth task, from the first on, to validate.
 
     tasks: of each tree. The trees of a task alone are both.
@@ -74,7 +73,7 @@ def hold_out_trees(trees: list[Pairs], tasks: Sequence[str]) -> tuple[list[Pairs
 
 
 def ranking(
-    score: Callable[[list[Score]], list[list[float]]], trees: list[Pairs]
+    score: Callable[[list[Score]], list[list[float]]], trees: list[list[Pair]]
 ) -> dict[str, Any]:
     """On these trees, of Q: the mean square error (Eq. 8), the part of it within states, and of the
     sibling pairs whose q differ by more than GAP the share whose scores agree; chance is .5.

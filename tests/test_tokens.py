@@ -50,15 +50,15 @@ sizes = st.tuples(st.integers(1, 40), st.integers(0, 50))
 
 
 @given(st.lists(sizes, max_size=15), st.integers(1, 300), st.sampled_from([0, 0.75]))
-def test_batches_hold_every_item_once_within_the_budget(items, budget, like):
+def test_batches_hold_every_item_once_within_the_budget(items, budget, min_fill):
     """Items of unlike length, and tokens in a cache: all of a group are padded to its longest."""
     every, before = [length for length, _ in items], [cached for _, cached in items]
-    groups = list(batches(every, budget, before, like))
+    groups = list(batches(every, budget, before, min_fill))
     assert sorted(itertools.chain(*groups)) == list(range(len(items)))
     for group in groups:
         lengths, cached = [every[i] for i in group], [before[i] for i in group]
         assert len(group) == 1 or (max(lengths) + max(cached)) * len(group) <= budget
-        assert min(lengths) >= like * max(lengths)
+        assert min(lengths) >= min_fill * max(lengths)
 
 
 def requests(valid: bool) -> list[Sample]:

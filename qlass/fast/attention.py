@@ -7,8 +7,8 @@ nothing reads its other outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,26 +18,21 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 BLOCK = 128
+# Queries and the keys that one of them sees, as places in a batch (B, T) read row by row.
+Block = tuple[Tensor, Tensor]
 
 
-class Blocks(NamedTuple):
-    """Of each block the queries and keys, as places in a batch (B, T) read row by row."""
-
-    queries: list[Tensor]
-    keys: list[Tensor]
-
-    def add(self, sees: np.ndarray, queries: np.ndarray, start: int) -> None:
-        """Tokens of a tree that begins at place `start`. sees: (L, L), the tree's attention."""
-        for first in range(0, len(queries), BLOCK):
-            block = queries[first : first + BLOCK]
-            keys = np.flatnonzero(sees[block].any(0))
-            self.queries.append(torch.from_numpy(block + start))
-            self.keys.append(torch.from_numpy(keys + start))
+def blocks(sees: np.ndarray, queries: np.ndarray, start: int) -> Iterator[Block]:
+    """Blocks of a tree that begins at place `start`. sees: (L, L), the tree's attention."""
+    for first in range(0, len(queries), BLOCK):
+        block = queries[first : first + BLOCK]
+        keys = np.flatnonzero(sees[block].any(0))
+        yield torch.from_numpy(block + start), torch.from_numpy(keys + start)
 
 
-def select(x: Tensor, places: Sequence[Tensor]) -> list[Tensor]:
+def select(x: Tensor, places: list[Tensor]) -> list[Tensor]:
     """x (B, heads, T, head dim) at the places of each block: (1, heads, n, head dim) each."""
-    rows = x.transpose(1, 2).flatten(0, 1).index_select(0, torch.cat(list(places)))
+    rows = x.transpose(1, 2).flatten(0, 1).index_select(0, torch.cat(places))
     return [block.transpose(0, 1)[None] for block in rows.split(list(map(len, places)))]
 
 
@@ -45,22 +40,22 @@ def attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """transformers' "sdpa". With the option `blocks`, of all layers and of the last one, it returns
-    0 for a token that is in none of them."""
+    0 for a token that is no query of a block."""
     of_layer = options.pop("blocks", None)
     if mask is None or of_layer is None:
         return sdpa_attention_forward(module, q, k, v, mask, **options)
-    queries, keys = of_layer[module.layer_idx == module.config.num_hidden_layers - 1]
-    of_place = mask.flatten(0, 2)  # (B T, T)
+    last = module.layer_idx == module.config.num_hidden_layers - 1
+    queries, keys = map(list, zip(*of_layer[last], strict=True))
+    more = {"dropout_p": options.get("dropout", 0.0), "scale": options.get("scaling")}
     batch, heads, width, _ = q.shape
-    blocks = zip(queries, keys, select(q, queries), select(k, keys), select(v, keys), strict=True)
-    outputs = []
-    for asking, seen, q, k, v in blocks:
-        out = scaled_dot_product_attention(
-            q, k, v, of_place[asking][:, seen % width], options.get("dropout", 0.0),
-            scale=options.get("scaling"), enable_gqa=k.shape[1] < heads,
-        )  # fmt: skip
-        outputs.append(out[0].transpose(0, 1))
-    found = torch.cat(outputs)
+    bias = mask.flatten(0, 2)  # (B T, T)
+    rows = []
+    selected = select(q, queries), select(k, keys), select(v, keys)
+    for block, seen, *qkv in zip(queries, keys, *selected, strict=True):
+        of_block = bias[block][:, seen % width]
+        out = scaled_dot_product_attention(*qkv, of_block, enable_gqa=k.shape[1] < heads, **more)
+        rows.append(out[0].transpose(0, 1))
+    found = torch.cat(rows)
     every = found.new_zeros(batch * width, *found.shape[1:])
     return every.index_copy(0, torch.cat(queries), found).unflatten(0, (batch, width)), None
 

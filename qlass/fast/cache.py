@@ -1,5 +1,24 @@
 """Keys and values of the states read before, so that every token of a tree goes through a model
-once."""
+once.
+
+A *question* is a state's prompt with tails that may follow it, such as the valid actions:
+
+    messages   <user> task, page 1    click[A] page 2    click[B] page 3
+    turns      [       turn 1      ] [    turn 2      ] [    turn 3    ]
+    tails                                                               click[C], buy, ...
+
+The cache has an entry for each turn that it has read, whose name is a hash of all tokens up to its
+end. Here it knows turns 1 and 2 (*cached*), so the model reads turn 3 and the tails alone. Prompts
+with the same cached turns are a *family*, and one *row* of the batch: their new tokens stand in one
+token tree behind the cached ones.
+
+    columns    [ padding | turn 1  turn 2 ][ padding | turn 3  click[C]  buy ]   row 1
+               [           turn 1         ][ turn 2  turn 3'  click[A]  ...  ]   row 2
+                 from the cache              a token tree, read now, and then kept by turns
+
+A *reading* is what the model gives for a question: for each tail the outputs at the token before it
+and at its own tokens, from which a policy has log pi(a | s) and QNet has Q(s, a).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +40,9 @@ from qlass.messages import State
 
 Tokens = list[int]
 Places = list[int]  # of tokens, in a tree or among a model's outputs
-Pair = tuple[State, str]  # (s, a)
-Forward = Callable[
-    [dict, Tensor], Any
-]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
+StateAction = tuple[State, str]
+# From a model's inputs and columns to outputs (B, len(columns), ...).
+Forward = Callable[[dict, Tensor], Any]
 
 
 class Question(NamedTuple):
@@ -35,9 +53,9 @@ class Question(NamedTuple):
 class Reading(NamedTuple):
     number: int  # of the question
     outputs: Any  # (columns, ...)
-    paths: list[
-        Places
-    ]  # outputs[paths[a][t]] is of the token before tail a's t-th; the last one of its last token
+    # Of each tail a, one longer than it: outputs[paths[a][t]] is of the token before its t-th, and
+    # outputs[paths[a][-1]] of its last one.
+    paths: list[Places]
 
 
 class Turn(NamedTuple):
@@ -50,7 +68,7 @@ class Turn(NamedTuple):
 
 
 @dataclasses.dataclass
-class Prompt:
+class CachedPrompt:
     """A prompt. The cache may know its first turns, but its last one is always read again."""
 
     ids: Tokens
@@ -65,18 +83,16 @@ class Prompt:
 
 
 class Row:
-    """Prompts of one family and what follows them, as one token tree behind their cached tokens."""
+    """Prompts of one family and their tails, as one token tree behind their cached tokens."""
 
-    def __init__(self, prompt: Prompt) -> None:
+    def __init__(self, prompt: CachedPrompt) -> None:
         self.past = prompt.past
         self.cached = sum(map(len, self.past))  # tokens
         self.tree = TokenTree()
-        self.turns: dict[
-            bytes, tuple[Turn, Places]
-        ] = {}  # by name: where in the tree its tokens are
-        self.paths: dict[
-            int, list[Places]
-        ] = {}  # by the number of a question: as in its Reading, but in the tree
+        # By name, with the places of its tokens in the tree.
+        self.turns: dict[bytes, tuple[Turn, Places]] = {}
+        # By the number of a question, as in its Reading, but in the tree.
+        self.paths: dict[int, list[Places]] = {}
 
     def __len__(self) -> int:
         return len(self.tree)
@@ -87,11 +103,11 @@ class Row:
         size = len(self.tree)
         return [token - size for token in path]
 
-    def size_with(self, prompt: Prompt, tails: Sequence[Tokens]) -> int:
+    def size_with(self, prompt: CachedPrompt, tails: Sequence[Tokens]) -> int:
         """How many tokens the tree would have at most."""
         return len(self) + self.tree.growth(prompt.ids[self.cached :]) + sum(map(len, tails))
 
-    def add(self, prompt: Prompt, number: int, tails: Sequence[Tokens]) -> None:
+    def add(self, prompt: CachedPrompt, number: int, tails: Sequence[Tokens]) -> None:
         last = -1
         for turn in prompt.turns[len(self.past) :]:
             path = self.tree.add(turn.ids, last)
@@ -112,25 +128,24 @@ class PromptCache:
 
     A state's prompt begins with its parent's, so a step of an episode costs its last turn and the
     candidates, and the siblings in a tree share all that came before them. An entry is younger than
-    those that continue it, so that the oldest is always a leaf. What the last rounds used stays: a
-    cache too small for the episodes side by side serves some of them fully rather than forget each
-    turn before it is read again."""
+    those that continue it, so that the oldest is always a leaf. Entries of the last three rounds
+    are never evicted: a cache that is too small for all open episodes serves some of them fully,
+    where a plain LRU would serve none."""
 
     ROUNDS = 3  # calls after which an unused entry may make room for another
     ROW = 2048  # tokens of a family in one row; its mask is the square
-    LIKE = 0.75  # of the longest row of a pass, the shortest has this share
+    MIN_FILL = 0.75  # share of a pass's longest row that its shortest one has
 
-    def __init__(self, room: int = 1 << 30) -> None:
-        self.room = room  # bytes
+    def __init__(self, free_bytes: int = 1 << 30) -> None:
+        self.free_bytes = free_bytes  # for all entries together
         self.used = 0
         self.round = 0
         self.computed = 0  # tokens that the model has read, padding aside
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._shapes: list[
-            tuple[int, int]
-        ] = []  # (heads, head dim) of each layer's keys and values, in turns
+        # (heads, head dim) of each layer's keys and values, in turns.
+        self._shapes: list[tuple[int, int]] = []
 
-    def prompt(self, messages: list[Tokens]) -> Prompt:
+    def prompt(self, messages: list[Tokens]) -> CachedPrompt:
         """The prompt of a state, from the tokens of its messages."""
         later = [
             action + answer for action, answer in zip(messages[1::2], messages[2::2], strict=True)
@@ -146,7 +161,7 @@ class PromptCache:
         if names:
             self._touch(names[-1])
         past = [self._entries[name].tensor for name in names]
-        return Prompt(list(itertools.chain(*messages)), turns, past)
+        return CachedPrompt(list(itertools.chain(*messages)), turns, past)
 
     def _touch(self, name: bytes) -> None:
         """An entry has been used, and with it those that it continues."""
@@ -190,7 +205,7 @@ class PromptCache:
 
     def _make_room(self, size: int) -> bool:
         """Forget the oldest until `size` bytes fit, unless the last rounds used it."""
-        while self.used + size > self.room:
+        while self.used + size > self.free_bytes:
             oldest = next(iter(self._entries), None)
             if oldest is None or self.round - self._entries[oldest].last_used < self.ROUNDS:
                 return False
@@ -212,7 +227,7 @@ class PromptCache:
             # First reads are long and later ones short: side by side, half of what the model
             # computes would be padding.
             for group in batches(
-                list(map(len, rows)), budget, [row.cached for row in rows], self.LIKE
+                list(map(len, rows)), budget, [row.cached for row in rows], self.MIN_FILL
             ):
                 yield from self._read(forward, model, [rows[i] for i in group])
 
@@ -279,7 +294,7 @@ def question_of(chat: Chat, state: State, actions: Iterable[str]) -> Question:
 
 
 def unread(
-    chat: Chat, requests: Sequence[Any], memory: Mapping[Pair, float], read: Callable
+    chat: Chat, requests: Sequence[Any], memory: Mapping[StateAction, float], read: Callable
 ) -> Iterator[tuple]:
     """Read the (s, a) that `memory` lacks: each, a's n tokens, and outputs (n + 1, ...) of s's last
     and of these. requests: each has a `state` and `actions`."""
@@ -296,7 +311,7 @@ def unread(
             yield (state, action), ids, outputs[path]
 
 
-def room_for(model: Any, gigabytes: float | None = None) -> int:
+def free_bytes_for(model: Any, gigabytes: float | None = None) -> int:
     """Bytes of a cache for this model; by default a quarter of what is free on a GPU, elsewhere 2
     GiB."""
     if gigabytes is not None:
@@ -320,8 +335,7 @@ def batch_for(model: Any) -> int:
 def token_bytes(model: Any) -> int:
     """Bytes of a token's keys and values, as a cache holds them that has been filled."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    cache = (
-        DynamicCache()
-    )  # a model's own has places too that stay empty, of layers that share another's keys
+    # A model's own cache has empty places too, of layers that share another's keys.
+    cache = DynamicCache()
     model(input_ids=ids, past_key_values=cache, use_cache=True)
     return sum(keys.nbytes + values.nbytes for keys, values, _ in cache)

@@ -1,4 +1,4 @@
-"""What `policy.Policy` answers, in batches, each token computed once.
+"""The answers of `policy.Policy` in batches, each token computed once.
 
 Among the valid actions the trie of their texts goes through the model in one pass behind the
 prompt, which gives every conditional probability that decoding among them would meet. In free text
@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat
 from qlass.fast import cache
-from qlass.fast.cache import Pair, Prompt, PromptCache, Question, Reading, Row, Tokens
+from qlass.fast.cache import CachedPrompt, PromptCache, Question, Reading, Row, StateAction, Tokens
 from qlass.fast.token_tree import additive_masks, batches, windows_of
 from qlass.fast.tries import Trie
 from qlass.messages import State
@@ -94,10 +94,10 @@ class FastPolicy(Policy):
     ) -> None:
         super().__init__(model, chat, seed)
         self.budget = cache.batch_for(self.model)
-        self.cache = PromptCache(cache.room_for(self.model, cache_gb))
+        self.cache = PromptCache(cache.free_bytes_for(self.model, cache_gb))
         # Log-probabilities of the valid actions in states already seen, and of texts.
         self.memory: dict[Choice, np.ndarray] = {}
-        self.written: dict[Pair, float] = {}
+        self.written: dict[StateAction, float] = {}
 
     def forward(self, inputs: dict, columns: Tensor) -> Tensor:
         """The model's logits at these columns, (B, len(columns), V)."""
@@ -180,17 +180,17 @@ class FastPolicy(Policy):
         return [answers[i] for i in range(len(requests))]
 
     @torch.inference_mode()
-    def decode(self, prompts: list[Prompt], requests: list[Sample]) -> list[list[Candidate]]:
+    def decode(self, prompts: list[CachedPrompt], requests: list[Sample]) -> list[list[Candidate]]:
         """The candidates of each prompt, all side by side."""
         rows: list[int] = []
         noise: list[np.ndarray] = []
-        temperature: list[float] = []
+        temperatures: list[float] = []
         limit = self.chat.rendering.max_new_tokens
         for i, request in enumerate(requests):
             for k in range(request.n):
                 rows.append(i)
                 noise.append(uniforms(limit, self.seed, *request.key, k))
-                temperature.append(float(request.temperature))
+                temperatures.append(float(request.temperature))
 
         batch, logits = self.prefill(prompts)
         batch.select(rows)  # from here on a row is a candidate
@@ -198,15 +198,15 @@ class FastPolicy(Policy):
             if type(layer) is DynamicLayer:  # layers with windows keep their own ways
                 layer.__class__ = RoomyLayer
 
-        heat = torch.tensor(temperature, device=logits.device)
+        temperature = torch.tensor(temperatures, device=logits.device)
         random = torch.from_numpy(np.stack(noise)).to(logits.device)
-        written, logprobs = self.write(batch, logits[rows], heat, random)
+        written, logprobs = self.write(batch, logits[rows], temperature, random)
         answers: list[list[Candidate]] = [[] for _ in requests]
         for i, ids, logprob in zip(rows, written, logprobs, strict=True):
             answers[i].append(Candidate(self.chat.text(ids), len(ids), logprob, tuple(ids)))
         return answers
 
-    def prefill(self, prompts: list[Prompt]) -> tuple[Batch, Tensor]:
+    def prefill(self, prompts: list[CachedPrompt]) -> tuple[Batch, Tensor]:
         """A batch of prompts that have been read, and the logits behind each, (B, V)."""
         rows = []
         for prompt in prompts:
@@ -223,11 +223,11 @@ class FastPolicy(Policy):
         return Batch(self.model, past, seen), logits[:, 0]
 
     def write(
-        self, batch: Batch, logits: Tensor, heat: Tensor, noise: Tensor
+        self, batch: Batch, logits: Tensor, temperature: Tensor, noise: Tensor
     ) -> tuple[list[Tokens], list[float]]:
         """Tokens of each text until its turn ends, and their log-probability.
 
-        logits: (B, V) of the first. heat: temperatures (B,). noise: (B, steps).
+        logits: (B, V) of the first. temperature: (B,). noise: (B, steps).
         """
         written: list[Tokens] = [[] for _ in logits]
         logprobs = torch.zeros(len(written), dtype=torch.float64, device=logits.device)
@@ -235,7 +235,7 @@ class FastPolicy(Policy):
         steps = noise.shape[1]
         for step in range(steps):
             at = torch.tensor(alive, device=logits.device)
-            tokens, logp = self.draw(logits, heat[at], noise[at, step])
+            tokens, logp = self.draw(logits, temperature[at], noise[at, step])
             logprobs[at] += logp
 
             drawn = tokens.tolist()  # the one wait for the device in a step

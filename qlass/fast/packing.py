@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from qlass.chat import Chat
-from qlass.fast.attention import Blocks
+from qlass.fast.attention import Block, blocks
 from qlass.fast.token_tree import TokenTree, tree_inputs
-from qlass.pairs import Pair, Pairs, Part
+from qlass.pairs import Pack, Pair
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pack(Part):
+class TreePack(Pack):
     """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs
     through it.
 
@@ -44,46 +44,38 @@ class Pack(Part):
         return itertools.chain(*self.families)
 
 
-Family = list[
-    tuple[Pair, list[int]]
-]  # pairs that stay together, each with the place of its tokens in a tree
-
-
 def pack_pairs(
-    chat: Chat, families: Sequence[Pairs], loss_on: str, max_tokens: int
-) -> Iterator[Pack]:
-    """A tree's pairs, in token trees of at most `max_tokens` each (or of one family that is
-    longer).
+    chat: Chat, families: Sequence[list[Pair]], loss_on: str, max_tokens: int
+) -> Iterator[TreePack]:
+    """Pack a tree's pairs in token trees of at most `max_tokens` each, or of one longer family.
 
     families: pairs that stay together. loss_on: "all" tokens of (s, a), or the "last".
     """
     tree = TokenTree()
-    group: list[Family] = []
+    together: list[list[Pair]] = []
+    paths: list[list[int]] = []  # of each pair: its tokens' places in the tree
     for family in families:
-        texts = []
-        for pair in family:
-            texts.append(chat.pair(pair.state, pair.action))
-        if group and len(tree) + tree.growth(*texts) > max_tokens:
-            yield pack(tree, group, loss_on)
-            tree = TokenTree()
-            group = []
-        group.append([(pair, tree.add(ids)) for pair, ids in zip(family, texts, strict=True)])
-    if group:
-        yield pack(tree, group, loss_on)
+        texts = [chat.pair(pair.state, pair.action) for pair in family]
+        if together and len(tree) + tree.growth(*texts) > max_tokens:
+            yield pack(tree, together, paths, loss_on)
+            tree, together, paths = TokenTree(), [], []
+        together.append(family)
+        paths += map(tree.add, texts)
+    if together:
+        yield pack(tree, together, paths, loss_on)
 
 
-def pack(tree: TokenTree, group: Sequence[Family], loss_on: str) -> Pack:
-    members = list(itertools.chain(*group))
-    weight = np.zeros(len(tree))
-    weighted_q = np.zeros(len(tree))
-    for pair, path in members:
+def pack(
+    tree: TokenTree, families: list[list[Pair]], paths: list[list[int]], loss_on: str
+) -> TreePack:
+    weight, weighted_q = np.zeros((2, len(tree)))
+    for pair, path in zip(itertools.chain(*families), paths, strict=True):
         trained = path[-1:] if loss_on == "last" else path
         weight[trained] += 1 / len(trained)  # w_i = 1 / n_i
         weighted_q[trained] += pair.q / len(trained)
-    families = [[pair for pair, _ in family] for family in group]
-    last = np.array([path[-1] for _, path in members])
+    last = np.array([path[-1] for path in paths])
     tokens = weight.astype(np.float32), weighted_q.astype(np.float32)
-    return Pack(families, len(tree), tree.frozen(), *tokens, last)
+    return TreePack(families, len(tree), tree.frozen(), *tokens, last)
 
 
 def packed_loss(qnet: Any, packs: Sequence[Any], rank_weight: float = 0.0) -> Tensor:
@@ -109,17 +101,19 @@ def packed_loss(qnet: Any, packs: Sequence[Any], rank_weight: float = 0.0) -> Te
     return loss
 
 
-def blocks_of(packs: Sequence[Pack], width: int) -> tuple[Blocks, Blocks]:
-    """What all tokens see in a batch of this width, and what those see that carry the loss."""
-    every, trained = Blocks([], []), Blocks([], [])
+def blocks_of(packs: Sequence[TreePack], width: int) -> tuple[list[Block], list[Block]]:
+    """Blocks of all tokens of a batch of this width, and of those that carry the loss."""
+    every: list[Block] = []
+    trained: list[Block] = []
     for row, p in enumerate(packs, 1):
-        sees, start = p.tree.attention(), row * width - len(p.tree)
-        every.add(sees, np.arange(len(p.tree)), start)
-        trained.add(sees, np.flatnonzero(p.weight), start)
+        sees = p.tree.attention()
+        start = row * width - len(p.tree)
+        every += blocks(sees, np.arange(len(p.tree)), start)
+        trained += blocks(sees, np.flatnonzero(p.weight), start)
     return every, trained
 
 
-def within_states(v: Tensor, trained: Tensor, packs: Sequence[Pack]) -> Tensor:
+def within_states(v: Tensor, trained: Tensor, packs: Sequence[TreePack]) -> Tensor:
     """sum_a (e(a) - mean(e))^2 over each family, e(a) the error at an action's last token, ().
 
     v: (N,), the values of the N tokens that are trained, True in (B, T). An action's last token

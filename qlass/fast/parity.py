@@ -112,7 +112,7 @@ def differences(model: Any, sequences: list[Tokens], plain: list[Tensor]) -> Ten
     cache, then behind what it has kept of those before. What follows a beginning in its sequence
     stands for the actions."""
     cache = PromptCache()
-    cache.LIKE = 0  # trees of all sizes side by side
+    cache.MIN_FILL = 0  # trees of all sizes side by side
     shares = []
     for turns, end in ((1, 1), (3, 4)):
         questions = []

@@ -1,4 +1,4 @@
-"""What `train_qnet.QNet` answers, in batches, each token computed once."""
+"""The scores of `train_qnet.QNet` in batches, each token computed once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from qlass.batching import Score
-from qlass.fast.cache import Pair, PromptCache, Question, Reading, batch_for, room_for, unread
+from qlass.fast.cache import (
+    PromptCache,
+    Question,
+    Reading,
+    StateAction,
+    batch_for,
+    free_bytes_for,
+    unread,
+)
 
 
 class FastQNet:
@@ -20,8 +28,8 @@ class FastQNet:
     def __init__(self, qnet: Any, cache_gb: float | None = None) -> None:
         self.qnet, self.chat = qnet.eval(), qnet.chat
         self.budget = batch_for(qnet.backbone)
-        self.cache = PromptCache(room_for(qnet.backbone, cache_gb))
-        self.memory: dict[Pair, float] = {}
+        self.cache = PromptCache(free_bytes_for(qnet.backbone, cache_gb))
+        self.memory: dict[StateAction, float] = {}
 
     @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:

@@ -49,16 +49,14 @@ class TokenTree:
 
     def growth(self, *rows: Sequence[int]) -> int:
         """How many tokens `add` would have to store for these sequences."""
-        fresh = TokenTree()
+        size = len(self)
         for ids in rows:
-            after = -1
-            for i, token in enumerate(ids):
-                child = self._child.get((after, token))
-                if child is None:
-                    fresh.add([-2 - after, *ids[i:]])  # below the token where it leaves this tree
-                    break
-                after = child
-        return sum(token >= 0 for token in fresh.ids)
+            self.add(ids)
+        grown = len(self) - size
+        for token in range(size, size + grown):
+            del self._child[self.parent[token], self.ids[token]]
+        del self.ids[size:], self.parent[size:], self.depth[size:]
+        return grown
 
     def frozen(self) -> TokenTree:
         """A copy that can be read and no longer added to, at 12 bytes a token."""
@@ -130,13 +128,11 @@ def tree_inputs(
         return {"input_ids": torch.tensor(trees[0].ids, device=device)[None]}
 
     ids = torch.zeros((len(trees), width), dtype=torch.long)
-    positions = torch.zeros(
-        (len(trees), before + width), dtype=torch.long
-    )  # of the cache's columns too
+    # Of the cache's columns too.
+    positions = torch.zeros((len(trees), before + width), dtype=torch.long)
     sees = torch.zeros((len(trees), width, before + width), dtype=torch.bool)
-    sees[:, :, before:].diagonal(dim1=-2, dim2=-1).fill_(
-        True
-    )  # padding sees itself, or softmax would be 0/0
+    # Padding sees itself, or softmax would be 0/0.
+    sees[:, :, before:].diagonal(dim1=-2, dim2=-1).fill_(True)
     for row, (tree, cached) in enumerate(zip(trees, past, strict=True)):
         start = width - len(tree)
         cache = slice(before - cached, before)
@@ -153,20 +149,20 @@ def tree_inputs(
 
 
 def batches(
-    lengths: Sequence[int], budget: int, before: Sequence[int] | None = None, like: float = 0.0
+    lengths: Sequence[int], budget: int, before: Sequence[int] | None = None, min_fill: float = 0.0
 ) -> Iterator[list[int]]:
     """Indices of items of like length, in groups whose padded size stays within `budget` tokens (or
     of one item).
 
     before: tokens of each item that only take room, as what a cache knows of it, padded by
-    themselves. like: of a group's longest item, the shortest has at least this share."""
+    themselves. min_fill: share of a group's longest item that its shortest one has at least."""
     before = before or [0] * len(lengths)
     group: list[int] = []
     longest = most = 0  # tokens of the group's items, and before them
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         wide = max(most, before[i])
         full = (longest + wide) * (len(group) + 1) > budget
-        if group and (full or lengths[i] < like * longest):
+        if group and (full or lengths[i] < min_fill * longest):
             yield group
             group = []
         if not group:

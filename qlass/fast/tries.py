@@ -9,9 +9,8 @@ import numpy as np
 
 from qlass.fast.token_tree import TokenTree
 
-Branch = tuple[
-    int, int, int
-]  # (a, t, token) of a token that has siblings: token t of action a, the first that has it
+# (a, t, token) of a token that has siblings: token t of action a, the first action that has it.
+Branch = tuple[int, int, int]
 
 
 class Trie:
