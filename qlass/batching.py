@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
@@ -55,10 +56,17 @@ class Sample(Request[list[Candidate]]):
 
 @dataclasses.dataclass(frozen=True)
 class Score(Request[list[float]]):
-    """Q(s, a) of each action."""
+    """Q(s, a) of each action. UserError for a value that is not finite, whoever gives it."""
 
     state: State
     actions: tuple[str, ...]
+
+    def __await__(self) -> Generator[Request, list[float], list[float]]:
+        values = yield self
+        if not all(map(math.isfinite, values)):
+            problem = "scores are not finite: weights are damaged, or overflow"
+            raise UserError(f"{problem} (try --precision float32)")
+        return values
 
 
 class LogProb(Score):

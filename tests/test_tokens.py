@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,15 @@ def test_requests_of_one_type_are_answered_in_one_call():
     answers = {Number: answer, Digit: answer}
     assert sorted(drive(map(episode, range(3)), answers, 3)) == [(2 * i, 20 * i) for i in range(3)]
     assert calls == [[0, 1, 2], [0, 20], [1], [10]]  # the most frequent kind first
+
+
+def test_scores_that_are_not_finite_stop_whoever_gives_them():
+    async def episode(request: Score) -> list[float]:
+        return await request
+
+    for kind, value in ((Score, math.nan), (LogProb, -math.inf)):
+        with pytest.raises(UserError, match="scores are not finite"):
+            list(drive([episode(kind(FIRST, ACTIONS))], {kind: lambda asked, value=value: [[0.5, value]]}))
 
 
 PATHS = [path for depth in (3, 0, 2, 1) for path in itertools.product(ACTIONS[:3], repeat=depth)]
