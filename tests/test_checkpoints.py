@@ -247,11 +247,15 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(copy, tmp_path, monkeypatc
 def test_the_context_and_the_ends_of_a_turn_are_the_checkpoints(tmp_path):
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     model = tiny_lm(CHAT, max_position_embeddings=256, rope_parameters=yarn)
-    model.generation_config.eos_token_id = [0, 1]
     model.save_pretrained(tmp_path)
     CHAT.save(tmp_path)
-    _, chat = models.load(tmp_path, Sampling())
-    assert chat.context == 256 and chat.stop_ids == {0, 1}
+    for ends, stops in ([0, 1], {0, 1}), (1, {1}):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "top_k": -1}))
+        _, chat = models.load(tmp_path, Sampling())
+        assert chat.context == 256 and chat.stop_ids == stops
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json: Expecting property name"):
+        models.load(tmp_path, Sampling())
 
 
 def test_how_a_checkpoint_would_be_sampled_elsewhere_changes_nothing(copy):
