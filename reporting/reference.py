@@ -12,7 +12,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from reporting.figures import COLOURS, GREY, INK, MARKERS, STYLE, curve, log_axis
+from reporting.figures import COLOURS, GREY, INK, MARKERS, STYLE, WIDTH, curve, log_axis
 from reporting.stats import Estimate
 
 FOLDER = Path(__file__).parents[1] / "runs" / "reference_output"
@@ -45,15 +45,37 @@ def draw(lines: pd.DataFrame, results: pd.DataFrame) -> Figure:
     return figure
 
 
+def gains(lines: pd.DataFrame, results: pd.DataFrame) -> Figure:
+    """What QLASS adds to its agent, played greedily, against the agent's own reward: a point a shop or a training. M is
+    the largest that was played."""
+    figure = Figure(figsize=(WIDTH, 5), layout="constrained")
+    axes = figure.subplots()
+    for place, (label, parts) in enumerate(lines.groupby("label", sort=False)):
+        points = []
+        for line in parts.to_dict("records"):
+            here = results[(results[ROWS[:3]] == [line[name] for name in ROWS[:3]]).all(axis=1)]
+            agent = here[(here["agent"] == line["agent"].partition(", QNet")[0]) & (here["method"] == "greedy")]
+            search = here[(here["agent"] == line["agent"]) & (here["method"] == line["method"])]
+            points.append(search[search["M"] == search["M"].max()].merge(agent, on="seed"))
+        units = pd.concat(points)
+        look = {"color": SERIES[place % len(SERIES)], "marker": MARKERS[place % len(MARKERS)]}
+        axes.scatter(units["reward_y"], units["reward_x"] - units["reward_y"], 18, label=label, **look)
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set(xlabel="the agent's own mean reward, greedy", ylabel="QLASS minus its agent")
+    figure.legend(loc="outside lower center", ncols=1)
+    return figure
+
+
 def main() -> None:
     texts = dict.fromkeys(ROWS, "") | {"seed": ""}
     results = pd.read_csv(FOLDER / "results.csv", dtype=dict.fromkeys(texts, str)).fillna(texts)
-    results = results[results["seed"] == "all"].copy()
     results["method"] = results["method"].str.extract(r"^(\w+)")  # of MCTS all numbers of simulations
+    means = results["seed"] == "all"
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
         figures = pd.read_csv(FOLDER / "figures.csv").fillna("")
         for name, lines in figures.groupby("figure", sort=False):
-            draw(lines, results).savefig(FOLDER / f"{name}.png")
+            figure = gains(lines, results[~means]) if name == "gains" else draw(lines, results[means])
+            figure.savefig(FOLDER / f"{name}.png")
 
 
 if __name__ == "__main__":
