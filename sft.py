@@ -78,21 +78,16 @@ def hold_out_tasks(expert: list[Demonstration]) -> tuple[list[Demonstration], li
     return training_part, [line for task, line in of_task if task in held_out]
 
 
-def refuse_answers(expert: list[Demonstration], chat: Chat) -> None:
-    """UserError for an answer in which a chat template was written before, as the agent would learn
-    its control tokens as letters, and for one with a text at which the agent's answers end."""
+def check_answers(expert: list[Demonstration], chat: Chat, limit: int) -> None:
+    """UserError for an answer with a control token, which the agent would learn as letters, or with
+    a text at which its answers end, and for a first action that ends beyond `limit` tokens. A
+    warning counts the demonstrations that lose later ones."""
     stops = any_of(chat.rendering.stop)
-    for number, demonstration in enumerate(expert, 1):
-        for _, text in demonstration.state.messages[1::2]:
+    lost = 0
+    for number, state in enumerate((demonstration.state for demonstration in expert), 1):
+        for _, text in state.messages[1::2]:
             if found := chat.controls.search(text) or stops.search(text.strip()):
                 raise UserError(f"demonstration {number}: remove {found[0]!r} from its answers")
-
-
-def refuse_cut(expert: list[Demonstration], chat: Chat, limit: int) -> None:
-    """UserError if a first action ends beyond `limit` tokens; a warning counts the demonstrations
-    that lose later ones."""
-    lost = 0
-    for number, state in enumerate((line.state for line in expert), 1):
         ends = state.opening + 2, len(state.messages)
         first, last = (sum(map(len, chat.message_tokens(state.prefix(n)))) for n in ends)
         if first > limit:
@@ -243,16 +238,15 @@ def load(
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:
         model, chat = models.load(start, config, train=not config.lora)
-    refuse_answers(expert, chat)
     if config.expert:
         demonstrations.refuse_openings(expert, env)
         demonstrations.replay_all(expert, env)
     chat.rendering.candidates = config.candidates
     # Prompts at inference begin as these demonstrations do.
-    (_, instruction), (_, agreement), *_ = expert[0].state.messages
-    agreed = expert[0].state.opening
-    chat.rendering.agreement = agreement if agreed else ""
-    chat.rendering.instruction = instruction if config.expert and agreed else None
+    first = expert[0].state
+    opening: list[Any] = [text for _, text in first.messages[: first.opening]]
+    instruction, chat.rendering.agreement = opening or [None, ""]
+    chat.rendering.instruction = instruction if config.expert else None
     return model, chat
 
 
@@ -270,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     model, chat = load(config, env, expert, start)
     limit = int(min(config.max_tokens, chat.context))
-    refuse_cut(expert, chat, limit)
+    check_answers(expert, chat, limit)
     rendering = chat.rendering
     if config.candidates == "free":  # in play no answer is cut that was learned
         answers = (ids for line in expert for ids in chat.message_tokens(line.state)[1::2])

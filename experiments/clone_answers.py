@@ -103,6 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     model, chat = sft.load(config, env, expert, start)
     limit = int(min(config.max_tokens, chat.context))
+    sft.check_answers(expert, chat, limit)
     learned, held_out = sft.hold_out_tasks(expert)
     examples = list(examples_of(chat, learned, limit, config.observation_loss))
     validation = list(sft.examples_of(chat, held_out, limit))

@@ -261,32 +261,30 @@ def test_a_model_that_reads_no_token_tree_is_cloned_with_plain(clone, tmp_path):
 def test_control_tokens_in_a_demonstration_are_refused(clone, tmp_path):
     """As of a chat template that was applied before: they would be learned as letters."""
     first, agreement, page, action = ETO["conversations"][:4]
-    for turns in (
-        [first, agreement, page, action | {"value": "Action: a<end>"}],
-        [first, agreement | {"value": "OK<end>"}, page, action],
-    ):
-        twice = {"id": "webshop_2", "conversations": turns}
-        (tmp_path / "eto.json").write_text(json.dumps([ETO, twice]))
-        with pytest.raises(UserError, match=r"demonstration 2: remove '<end>' from its answers"):
+    told = [first, agreement, page, action | {"value": "Action: a<end>"}]
+    agreed = [first, agreement | {"value": "OK<end>"}, page, action]
+    for number, files in ((2, [ETO, {"conversations": told}]), (1, [{"conversations": agreed}])):
+        (tmp_path / "eto.json").write_text(json.dumps(files))
+        with pytest.raises(UserError, match=f"demonstration {number}: remove '<end>' from its answers"):
             clone("--expert", str(tmp_path / "eto.json"))
 
 
 def test_an_answer_with_a_text_that_ends_answers_is_refused():
     chat = word_chat(stop=("\nTask:",))
-    sft.refuse_answers(shown(STATE), chat)
+    sft.check_answers(shown(STATE), chat, 100)
     told = State((*STATE.messages[:3], ("assistant", "Action: left\nTask: more")))
     with pytest.raises(UserError, match=r"demonstration 2: remove '\\nTask:' from its answers"):
-        sft.refuse_answers(shown(STATE, told), chat)
+        sft.check_answers(shown(STATE, told), chat, 100)
 
 
 def test_demonstrations_that_are_cut_are_counted_and_none_loses_its_first_action(capsys):
     short = State(STATE.messages[:4])
-    sft.refuse_cut(shown(STATE, short), CHAT, 22)
+    sft.check_answers(shown(STATE, short), CHAT, 22)
     assert not capsys.readouterr().err
-    sft.refuse_cut(shown(STATE, short, STATE), CHAT, 21)
+    sft.check_answers(shown(STATE, short, STATE), CHAT, 21)
     assert "2 of 3 demonstrations lose their last actions: 21 tokens" in capsys.readouterr().err
     with pytest.raises(UserError, match="demonstration 1: its first action ends at token 14, and 13 are read"):
-        sft.refuse_cut(shown(STATE), CHAT, 13)
+        sft.check_answers(shown(STATE), CHAT, 13)
 
 
 def begun(*messages: str, task: str | None = None) -> Demonstration:
