@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -119,29 +119,28 @@ class Row:
 @dataclasses.dataclass
 class Entry:
     tensor: Tensor  # keys and values of one turn: (tokens, features of all layers)
-    parent: bytes
-    last_used: int = 0  # round
+    last_used: int  # round
 
 
 class PromptCache:
     """Keys and values of the states read before, an entry a turn.
 
     A state's prompt begins with its parent's, so a step of an episode costs its last turn and the
-    candidates, and the siblings in a tree share all that came before them. An entry is younger than
-    those that continue it, so that the oldest is always a leaf. Entries of the last three rounds
-    are never evicted: a cache that is too small for all open episodes serves some of them fully,
-    where a plain LRU would serve none."""
+    candidates, and the siblings in a tree share all that came before them. A full cache forgets
+    what no prompt of the last rounds began with. What these used stays: a cache that is too small
+    for all open episodes serves some of them fully, where a plain LRU would serve none."""
 
-    ROUNDS = 3  # calls after which an unused entry may make room for another
+    ROUNDS = 3  # calls after which a full cache forgets an unused entry
     ROW = 2048  # tokens of a family in one row; its mask is the square
     MIN_FILL = 0.75  # share of a pass's longest row that its shortest one has
 
     def __init__(self, free_bytes: int = 1 << 30) -> None:
         self.free_bytes = free_bytes  # for all entries together
         self.used = 0
+        self.full = False
         self.round = 0
         self.computed = 0  # tokens that the model has read, padding aside
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._entries: dict[bytes, Entry] = {}
         # (heads, head dim) of each layer's keys and values, in turns.
         self._shapes: list[tuple[int, int]] = []
 
@@ -157,19 +156,22 @@ class PromptCache:
             name = hashlib.blake2b(parent + content, digest_size=16).digest()
             turns.append(Turn(name, parent, ids))
             parent = name
-        names = [turn.name for turn in turns[:-1] if turn.name in self._entries]
-        if names:
-            self._touch(names[-1])
-        past = [self._entries[name].tensor for name in names]
+        past = []
+        for turn in turns[:-1]:
+            if entry := self._entries.get(turn.name):
+                entry.last_used = self.round
+                past.append(entry.tensor)
         return CachedPrompt(list(itertools.chain(*messages)), turns, past)
 
-    def _touch(self, name: bytes) -> None:
-        """An entry has been used, and with it those that it continues."""
-        while name:
-            entry = self._entries[name]
-            entry.last_used = self.round
-            self._entries.move_to_end(name)
-            name = entry.parent
+    def next_round(self) -> None:
+        """Begin a call. A turn's entry is used whenever one that continues it is, so that what a
+        full cache forgets has no turn left behind it."""
+        self.round += 1
+        if self.full:
+            recent = self.round - self.ROUNDS
+            self._entries = {n: e for n, e in self._entries.items() if e.last_used >= recent}
+            self.used = sum(entry.tensor.nbytes for entry in self._entries.values())
+            self.full = False
 
     def batch(self, rows: Sequence[Row]) -> DynamicCache:
         """A batch's cache with what is known of each row, aligned on the right."""
@@ -194,23 +196,16 @@ class PromptCache:
         self._shapes = [(tensor.shape[0], tensor.shape[2]) for tensor in layers]
         size = sum(tensor[:, 0].nbytes for tensor in layers)  # of a token
         for turn, path in row.turns.values():  # parents first
-            old = turn.name in self._entries
             orphan = turn.parent and turn.parent not in self._entries
-            if not old and not orphan and self._make_room(size * len(path)):
-                columns = torch.tensor(row.columns(path), device=layers[0].device)
-                tensor = torch.cat([t[:, columns].transpose(0, 1).flatten(1) for t in layers], -1)
-                self._entries[turn.name] = Entry(tensor, turn.parent)
-                self.used += tensor.nbytes
-                self._touch(turn.name)
-
-    def _make_room(self, size: int) -> bool:
-        """Forget the oldest until `size` bytes fit, unless the last rounds used it."""
-        while self.used + size > self.free_bytes:
-            oldest = next(iter(self._entries), None)
-            if oldest is None or self.round - self._entries[oldest].last_used < self.ROUNDS:
-                return False
-            self.used -= self._entries.pop(oldest).tensor.nbytes
-        return True
+            if turn.name in self._entries or orphan:
+                continue
+            if self.used + size * len(path) > self.free_bytes:
+                self.full = True
+                continue
+            columns = torch.tensor(row.columns(path), device=layers[0].device)
+            tensor = torch.cat([t[:, columns].transpose(0, 1).flatten(1) for t in layers], -1)
+            self._entries[turn.name] = Entry(tensor, self.round)
+            self.used += tensor.nbytes
 
     def read(
         self, forward: Forward, model: Any, budget: int, questions: Sequence[Question]
@@ -220,7 +215,7 @@ class PromptCache:
 
         What a large family did not fit in is read behind what its first row left in the cache.
         """
-        self.round += 1
+        self.next_round()
         waiting = list(range(len(questions)))
         while waiting:
             rows, waiting = self.rows(questions, waiting)

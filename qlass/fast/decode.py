@@ -169,7 +169,7 @@ class FastPolicy(Policy):
 
     def texts(self, requests: list[Sample]) -> list[list[Candidate]]:
         """Free text. Requests whose prompts are of like length are answered side by side."""
-        self.cache.round += 1
+        self.cache.next_round()
         prompts = [self.cache.prompt(self.chat.prompt_tokens(r.state)) for r in requests]
         lengths = [len(prompt.ids) + self.chat.rendering.max_new_tokens for prompt in prompts]
         budget = self.budget // max((r.n for r in requests), default=1)
