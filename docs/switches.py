@@ -6,6 +6,7 @@ python -m experiments.compare --env docs.switches:Switches    # runs all five st
 from collections.abc import Iterator
 from itertools import combinations
 
+from environments import pick
 from envs import TextEnv
 from qlass import UserError
 
@@ -21,9 +22,8 @@ class Switches(TextEnv):
 
     def split_ids(self, split: str) -> list[str]:
         bounds = {"train": range(6), "val": range(6, 8), "test": range(8, 10), "all": range(10)}  # of every ten
-        if split not in bounds:
-            raise UserError(f"switches: unknown split {split!r}: choose one of {', '.join(bounds)}")
-        return [task for i, task in enumerate(TASKS) if i % 10 in bounds[split]]
+        part = pick(bounds, split, "switches: unknown split")
+        return [task for i, task in enumerate(TASKS) if i % 10 in part]
 
     def begin(self, task_id: str) -> str:
         if task_id not in TASKS:

@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,13 @@ class AnyText(spaces.Text):
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, str)
+
+
+def pick(choices: Mapping[str, Any], name: str, what: str) -> Any:
+    """The choice of a name; UserError that lists them where there is none. what: of which environment, and kind."""
+    if name not in choices:
+        raise UserError(f"{what} {name!r}: choose one of {', '.join(choices)}")
+    return choices[name]
 
 
 def fair_order(task_ids: Iterable[str], task_type: Callable[[str], str]) -> list[str]:

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from environments import pick
 from qlass import UserError
 
 from .engine import Game, Goal, World
@@ -24,7 +25,7 @@ MARKS = ("isclean", "ishot", "iscool", "istoggled", "issliced")
 TRAITS = ("openable", "opened", "pickupable", "cleanable", "heatable", "coolable", "sliceable", "toggleable")
 TRAITS += ("isreceptacleobject",)
 FOLDERS = ("train", "valid_train", "valid_seen", "valid_unseen")
-SPLITS = ("val", *FOLDERS, "test", "all")
+SPLITS = {"val": ["train"]} | {folder: [folder] for folder in FOLDERS} | {"test": ["valid_unseen"], "all": FOLDERS}
 UNSOLVABLE = "is marked as unsolvable"
 
 
@@ -161,14 +162,10 @@ class Games:
         return Games, (self.root,)
 
     def ids(self, split: str) -> list[str]:
-        if split not in SPLITS:
-            raise UserError(f"alfworld: unknown split {split!r}: choose one of {', '.join(SPLITS)}")
-        if split == "all":
-            tasks = [task for folder in FOLDERS for task in self._listed(folder)]
-        elif split in ("train", "val"):
-            tasks = [task for task in self._listed("train") if _is_held_out(task) == (split == "val")]
-        else:
-            tasks = list(self._listed("valid_unseen" if split == "test" else split))
+        folders = pick(SPLITS, split, "alfworld: unknown split")
+        tasks = [task for folder in folders for task in self._listed(folder)]
+        if split in ("train", "val"):
+            tasks = [task for task in tasks if _is_held_out(task) == (split == "val")]
         if not tasks:
             raise UserError(f"{self.root}: holds no playable games for the split {split!r}")
         return tasks

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from gymnasium.envs.toy_text.utils import categorical_sample
 
+from environments import pick
 from envs import TextEnv
-from qlass import UserError
 
 from . import lake
 
@@ -39,15 +39,13 @@ class FrozenLakeEnv(TextEnv):
 
     def __init__(self, map: str = "8x8", slippery: bool = False, stray: float = 0.3) -> None:
         super().__init__()
-        if map not in lake.LAYOUTS:
-            raise UserError(f"frozenlake: unknown map {map!r}: choose one of {', '.join(lake.LAYOUTS)}")
+        pick(dict.fromkeys(lake.LAYOUTS), map, "frozenlake: unknown map")
         self.layout, self.stray = ("slippery-" if slippery else "") + map, stray
 
     def split_ids(self, split: str) -> list[str]:
         parts = {"train": (0, 1), "val": (2,), "test": (3, 4), "all": (0, 1, 2, 3, 4)}  # 40, 20 and 40 %
-        if split not in parts:
-            raise UserError(f"frozenlake: unknown split {split!r}: choose one of {', '.join(parts)}")
-        return [task for i, task in enumerate(lake.tasks(self.layout)) if i % 5 in parts[split]]
+        part = pick(parts, split, "frozenlake: unknown split")
+        return [task for i, task in enumerate(lake.tasks(self.layout)) if i % 5 in part]
 
     def instruct(self, instruction: str) -> None:
         self.given = self.instruction = instruction
@@ -60,10 +58,7 @@ class FrozenLakeEnv(TextEnv):
         return task_id.rpartition("/")[0] if "lakes/" in task_id else task_id
 
     def _load(self, task_id: str) -> None:
-        try:
-            self.lake = lake.load(task_id)
-        except ValueError as error:
-            raise UserError(f"frozenlake: {error}") from None
+        self.lake = lake.load(task_id)
         # A fixed map is shown once, and a lake by its number in each observation. A random map stands in each
         # observation, its rows to be read cell by cell.
         self.new_map = "random" in task_id

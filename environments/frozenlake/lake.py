@@ -15,6 +15,8 @@ import re
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
 
+from qlass import UserError
+
 MOVES = ("left", "down", "right", "up")  # Gymnasium's actions 0, 1, 2, 3
 LAYOUTS = ("8x8", "4x4", "lakes", "lakes2", "random4", "random8")
 RANDOM_MAPS = 1000
@@ -26,26 +28,28 @@ KINDS = {"F": "ice", "S": "ice", "H": "a hole", "G": "the goal"}
 
 @functools.lru_cache(maxsize=256)
 def load(task_id: str) -> FrozenLakeEnv:
-    """The lake of a task, shared, with `s` its start; raises ValueError where the id names none."""
+    """The lake of a task, shared, with `s` its start; UserError where the id names none."""
     match = re.fullmatch(r"(slippery-)?(?:(4x4|8x8|lakes/\d+)/(\d)(\d)|random([48])/(\d+))", task_id)
     if not match:
-        raise ValueError(f"unknown task {task_id!r}: write e.g. 8x8/23, slippery-4x4/00, lakes/7/23 or random8/17")
+        raise UserError(
+            f"frozenlake: unknown task {task_id!r}: write e.g. 8x8/23, slippery-4x4/00, lakes/7/23 or random8/17"
+        )
     slippery, fixed, row, column, size, seed = match.groups()
     desc = fixed_map(fixed) if fixed else generate_random_map(int(size), seed=int(seed))
     lake = FrozenLakeEnv(desc=desc, is_slippery=bool(slippery))
     lake.s = int(row) * lake.ncol + int(column) if fixed else 0
     if fixed and (max(int(row), int(column)) >= lake.ncol or kind(lake, lake.s) != "ice"):
-        raise ValueError(f"task {task_id!r} does not start on ice: choose one of task_ids('all')")
+        raise UserError(f"frozenlake: task {task_id!r} does not start on ice: choose one of task_ids('all')")
     return lake
 
 
 def fixed_map(name: str) -> list[str]:
-    """Gymnasium's "4x4" or "8x8", or "lakes/7"; ValueError where there is no such lake."""
+    """Gymnasium's "4x4" or "8x8", or "lakes/7"; UserError where there is no such lake."""
     if name in MAPS:
         return MAPS[name]
     number, count = int(name.removeprefix("lakes/")), sum(map(len, LAKES.values()))
     if number >= count:
-        raise ValueError(f"no lake {number}: there are 0 to {count - 1}")
+        raise UserError(f"frozenlake: no lake {number}: there are 0 to {count - 1}")
     return generate_random_map(LAKE_SIZE, seed=number)
 
 

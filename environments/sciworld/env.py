@@ -10,8 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from environments import pick
 from envs import TextEnv
-from qlass import UserError
 
 from . import expert, simulator, tasks
 
@@ -63,9 +63,7 @@ class SciWorldEnv(TextEnv):
 
     def split_ids(self, split: str) -> list[str]:
         ids = tasks.published_ids(self.split_file) if self.split_file else tasks.task_ids(self.tasks, self.balanced)
-        if split not in ids:
-            raise UserError(f"sciworld: unknown split {split!r}: choose one of {', '.join(ids)}")
-        return list(ids[split])
+        return list(pick(ids, split, "sciworld: unknown split"))
 
     def published_id(self, record: dict) -> str | None:
         return tasks.published_id(str(record.get("id")))

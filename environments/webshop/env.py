@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data import make_webshop
-from environments import writable
+from environments import pick, writable
 from envs import TextEnv
 from qlass import UserError
 
@@ -91,9 +91,7 @@ class WebShopEnv(TextEnv):
         return self.shop.page(self.session).text
 
     def split_ids(self, split: str) -> list[str]:
-        if split not in self.splits:
-            raise UserError(f"webshop: unknown split {split!r}: choose one of {', '.join(self.splits)}")
-        return [*map(str, self.splits[split].tolist())]
+        return [*map(str, pick(self.splits, split, "webshop: unknown split").tolist())]
 
     def published_id(self, record: dict) -> str | None:
         """ETO's ids are the numbers of people's goals, which are ours where its splits are given."""
