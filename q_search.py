@@ -315,12 +315,14 @@ def evaluate(
         keys = [results.identity(about | {"task_id": task_id}) for task_id in tasks]
         planned += keys
         todo = out.todo(keys)
+        there = sum(key in out.groups for key in keys)
         lines = (line_of(method, task_id) for task_id, *_ in todo)
         side_by_side = config.in_flight or env.side_by_side
         out.write(drive(lines, models, side_by_side), str(method), len(todo))
         rewards = [out.groups[key][0]["reward"] for key in keys if key in out.groups]
         mean = sum(rewards) / max(1, len(rewards))
-        print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks")
+        before = f", of which {there} were there already" if there else ""
+        print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks{before}")
     out.finish(planned, protocol=results.protocol(env, chat))
 
 

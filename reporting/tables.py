@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from reporting.results import METHODS, Group, protocol, tables_of
+from reporting.results import METHODS, Condition, Group, protocol, tables_of
 from reporting.stats import Estimate, paired, paired_difference
 
 SIGNS = {"above greedy": 1, "equal": 0, "below": -1}
@@ -25,7 +25,8 @@ DIFFERENCES_NOTE = (
     "Differences are paired, over the tasks that both methods ran, and “undecided” where the interval covers 0 or p is "
     ".05 or more. QLASS meets the search by log-probability with as many candidates, the best-of-N nearest in tokens, "
     "and the best-of-N with as many samples. A method of your own meets QLASS and the search by log-probability with "
-    "as many candidates, and the best-of-N nearest in tokens. No correction for so many comparisons."
+    "as many candidates, and the best-of-N nearest in tokens. Two labels of one method meet. No correction for so many "
+    "comparisons."
 )
 
 
@@ -85,8 +86,14 @@ def nearest(group: Group, groups: Sequence[Group], oracle: bool) -> Group | None
     return rivals[min(rivals)] if rivals else None
 
 
+def variants(one: Condition, other: Condition) -> bool:
+    """Whether two rows are of one method and budget, by two labels: such as two QNets. The first one is the earlier."""
+    return one.label < other.label and replace(one, label=other.label) == other
+
+
 def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
-    """Which methods are compared: `DIFFERENCES_NOTE`; and each with greedy, a labelled one with the same unlabelled."""
+    """The rows that are compared: `DIFFERENCES_NOTE`; each with greedy; a labelled one with the same of another label,
+    or of none."""
     for a in groups:
         ours = a.condition
         rivals = [greedy_of(a, groups), search_of(a, groups, "likeliest")]
@@ -98,6 +105,7 @@ def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
             rivals += [search_of(a, groups, "qlass"), nearest(a, groups, oracle=False)]
         plainer = [replace(ours, label=label) for label in less_and_less(ours.label)[1:]]
         rivals += [b for b in groups if b.condition in plainer][-1:]
+        rivals += [b for b in groups if b.condition.label and variants(b.condition, ours)]
         yield from ((a, b) for b in rivals if b)
 
 
@@ -189,6 +197,12 @@ def what_qnet_adds(groups: Sequence[Group]) -> Iterator[str]:
 def notes(groups: Sequence[Group]) -> list[str]:
     """Lines below the table of results: what QNet adds, how few seeds there are, and what a row is."""
     lines = [*what_qnet_adds(groups)]
+    for group in groups:
+        greedy = greedy_of(group, groups) if group.condition.method == "sample" else None
+        gain = difference(group, greedy) if greedy else None
+        if gain and gain.n and gain.high < -0.03:
+            cure = "A lower --temperature costs less."
+            lines.append(f"{group.condition.env}: one sample is below the greedy agent: {gain:+}. {cure}")
     seeds = {group.n_seeds for group in groups} - {1}
     if seeds and min(seeds) < FEW:
         lines.append(f"{min(seeds)} seeds say little of other trainings, so the intervals of such rows are wide.")

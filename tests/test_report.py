@@ -120,6 +120,18 @@ def test_a_variant_of_a_labelled_run_is_compared_with_that_run(tmp_path):
     assert greedy.condition.label == "b"
 
 
+def test_two_labels_of_one_method_meet_and_a_sample_far_below_greedy_is_told(tmp_path):
+    played = {("qlass", "mine"): 1, ("qlass", "yours"): 0, ("greedy", ""): 1, ("sample", ""): 0}
+    records = [
+        {"method": method, "label": label, "M": 2 if method == "qlass" else 1, "task_id": str(task), "reward": reward}
+        for (method, label), reward in played.items()
+        for task in range(20)
+    ]
+    groups = groups_in(tmp_path, records)
+    assert ("QLASS [yours] M=2", "QLASS [mine] M=2") in differences(groups)
+    assert any("one sample is below the greedy agent: -1" in line for line in tables.notes(list(groups.values())))
+
+
 def test_what_qnet_adds_and_how_often_there_was_a_choice(tmp_path):
     """Of four tasks greedy earns none; search by log-probability one, QLASS three, where QNet had three choices."""
     played = {("greedy", 1): "0000", ("likeliest", 2): "0001", ("qlass", 2): "0111", ("qlass", 4): "1111"}
