@@ -128,8 +128,8 @@ def expert(env: Any, task: str) -> Iterator[str]:
         return
     for move in moves:
         assert list(map(type, move)) == [str, str], "the expert yields two texts, (thought, action)"
-        offered = env.candidates()
-        assert env.omniscient or not offered or move in offered, f"candidates() has the expert's {move}"
+        offered = [*map(tuple, env.candidates())]
+        assert env.omniscient or not offered or tuple(move) in offered, f"candidates() has the expert's {move}"
         yield move[1]
 
 

@@ -303,7 +303,8 @@ def test_an_end_stays_and_pays_once_and_nothing_comes_before_reset(name):
         assert not any(env.end)
 
 
-def test_the_command_says_that_a_class_with_changing_parts_keeps_the_rules(capsys):
+def test_the_command_says_that_a_class_with_changing_parts_keeps_the_rules(monkeypatch, capsys):
+    monkeypatch.setattr(Board, "expert", lambda self, task: map(list, Switches.expert(self, task)))
     main(["test_environments:Board"])
     assert capsys.readouterr().out == "board: keeps the rules\n"
 
