@@ -7,7 +7,8 @@
     oracle_step            of M candidates the one behind which most can be reached (TextEnv.optimal_value)
     oracle_lookahead       QLASS, but the true reward where a candidate ends the episode, as the released code has it
     untried_likeliest, untried_qlass    these searches, but candidates untried since the last new page come first
-    all                    players, oracle_step and q_search.py's methods, with M = N, so that equal numbers are drawn
+    best_of_n              q_search.py's; without -N it has N = M, so that equal numbers are drawn
+    all                    players, oracle_step and q_search.py's methods
 
 Result lines are q_search.py's; `player` names the rule. With --paraphrase-server each candidate is sampled under its
 own wording of the task (App. A.3.2, experiments/paraphrase.py).
@@ -178,18 +179,20 @@ def methods_named(name: str, env: envs.TextEnv, config: Config) -> list[Method]:
     if name in UNTRIED:
         searches = methods_of(UNTRIED[name], config)
         return [Untried(**vars(method), player="untried first") for method in searches]
+    if name == "best_of_n" and not config.N:  # equal numbers are drawn
+        config = dataclasses.replace(config, N=config.M)
     return methods_of(name, config)
 
 
 def everything(env: envs.TextEnv, config: Config) -> list[Method]:
-    """The comparison of all methods: best-of-N with N = M, all others once."""
+    """The comparison of all methods, best-of-N by Q and by the reward."""
     once = dataclasses.replace(config, N=())
     widest = dataclasses.replace(once, M=(max(config.M),))
     plan = []
     for name in ("oracle", "expert", "rule", "greedy", "sample"):
         plan += methods_named(name, env, once)
     for by in ("q", "oracle"):
-        plan += methods_of("best_of_n", dataclasses.replace(config, N=config.M, select=by))
+        plan += methods_named("best_of_n", env, dataclasses.replace(once, select=by))
     plan += methods_of("random", widest)
     if type(env).optimal_value is not envs.TextEnv.optimal_value:
         plan += methods_named("oracle_step", env, widest)

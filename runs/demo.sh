@@ -23,8 +23,7 @@ PROCESSES=${PROCESSES:-$(threads)}
 clone                      # stage 1: behaviour cloning (sft.py)
 learn_q "$RUN" "$RUN/sft"  # stages 2 to 4: exploration trees, Bellman backup, QNet (build_trees, bellman, train_qnet)
 # Stage 5: Q-guided generation, and the baselines (q_search.py). runs/reproduce.sh plays every other policy, too.
-search --method greedy likeliest qlass -M 2 4 6
-search --method best_of_n -N 2 4 6
+compare --method greedy likeliest qlass best_of_n -M 2 4 6
 report
 bin=$(dirname "$PYTHON")
 [ ! -e "$bin/activate" ] || echo "Enter the environment:  source $bin/activate"
