@@ -64,8 +64,7 @@ class Score(Request[list[float]]):
     def __await__(self) -> Generator[Request, list[float], list[float]]:
         values = yield self
         if not all(map(math.isfinite, values)):
-            problem = "scores are not finite: weights are damaged, or overflow"
-            raise UserError(f"{problem} (try --precision float32)")
+            raise UserError("scores are not finite: damaged weights, or --precision float32 helps")
         return values
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
@@ -109,8 +110,7 @@ class Label(Node):
 
 def out_of_memory(error: Exception) -> bool:
     """Whether numpy, torch or a GPU's driver found no memory."""
-    words = "out of memory" in str(error), "allocate memory" in str(error)
-    return isinstance(error, MemoryError) or any(words)
+    return bool(re.search("out of memory|allocate memory|MemoryError", repr(error)))
 
 
 @contextlib.contextmanager

@@ -110,12 +110,6 @@ def pieces_alone(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
 
 
-def adapter_alone(folder: Path) -> None:
-    adapter(folder)
-    (folder / "config.json").unlink()
-    (folder / "model.safetensors").unlink()
-
-
 def mamba(folder: Path) -> None:
     sizes = {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4}
     ids = {"vocab_size": len(CHAT.tokenizer), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
@@ -172,11 +166,6 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to 
         "no file named model.safetensors",
     ),
     "no tokenizer": (without_tokenizer, "tokenizer"),
-    "no chat template": (lambda folder: (folder / "chat_template.jinja").unlink(), "tokenizer.chat_template"),
-    "a tokenizer that lowers letters": (
-        lambda folder: rewrite(folder / "tokenizer.json", normalizer={"type": "Lowercase"}),
-        "its tokenizer changes an action",
-    ),
     "a tokenizer without accents": (
         lambda folder: rewrite(folder / "tokenizer.json", normalizer=NO_ACCENTS),
         "its tokenizer changes an action",
@@ -191,7 +180,6 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to 
     "tokens beyond the embeddings": (with_more_tokens, "embeddings"),
     "nowhere": (shutil.rmtree, "Repo id"),
     "a file of llama.cpp's": (as_file, ""),
-    "an adapter alone": (adapter_alone, "adapter_config.json is an adapter's: merge it"),
     "an adapter beside weights": (adapter, "adapter_config.json is an adapter's: merge it"),
     "a recurrent model without --plain": (mamba, "--plain reads it"),
     "an encoder": (encoder, "it is not causal|outputs of token trees differ"),
