@@ -46,23 +46,35 @@ def draw(lines: pd.DataFrame, results: pd.DataFrame) -> Figure:
 
 
 def gains(lines: pd.DataFrame, results: pd.DataFrame) -> Figure:
-    """What QLASS adds to its agent, played greedily, against the agent's own reward: a point a shop or a training. M is
-    the largest that was played."""
+    """QLASS minus its agent, played greedily, against the agent's own reward: a point a shop or a training.
+
+    M is the largest that was played. An agent's name is that of QLASS without its QNet.
+    """
     figure = Figure(figsize=(WIDTH, 5), layout="constrained")
     axes = figure.subplots()
-    for place, (label, parts) in enumerate(lines.groupby("label", sort=False)):
-        points = []
-        for line in parts.to_dict("records"):
-            here = results[(results[ROWS[:3]] == [line[name] for name in ROWS[:3]]).all(axis=1)]
-            agent = here[(here["agent"] == line["agent"].partition(", QNet")[0]) & (here["method"] == "greedy")]
-            search = here[(here["agent"] == line["agent"]) & (here["method"] == line["method"])]
-            points.append(search[search["M"] == search["M"].max()].merge(agent, on="seed"))
-        units = pd.concat(points)
-        look = {"color": SERIES[place % len(SERIES)], "marker": MARKERS[place % len(MARKERS)]}
-        axes.scatter(units["reward_y"], units["reward_x"] - units["reward_y"], 18, label=label, **look)
     axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set(xlabel="the agent's own mean reward, greedy", ylabel="QLASS minus its agent")
-    figure.legend(loc="outside lower center", ncols=1)
+    axes.set_xlabel("the agent's own mean reward, greedy")
+    axes.set_ylabel("QLASS minus its agent")
+    looks = zip(SERIES, MARKERS, strict=False)
+    for (label, parts), (colour, marker) in zip(lines.groupby("label", sort=False), looks, strict=False):
+        points = []
+        for line in parts.itertuples():
+            place = [line.environment, line.split, line.commit]
+            here = results[(results[ROWS[:3]] == place).all(axis=1)]
+            search = here[(here["agent"] == line.agent) & (here["method"] == line.method)]
+            search = search[search["M"] == search["M"].max()]
+            agent = here[here["agent"] == line.agent.partition(", QNet")[0]]
+            points.append(search.merge(agent[agent["method"] == "greedy"], on="seed"))
+        units = pd.concat(points)
+        axes.scatter(
+            units["reward_y"],
+            units["reward_x"] - units["reward_y"],
+            s=18,
+            color=colour,
+            marker=marker,
+            label=label,
+        )
+    figure.legend(loc="outside lower center")
     return figure
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -131,16 +130,6 @@ class SciWorldEnv(TextEnv):
         without having seen either, so a clone can imitate its ways, not its choices."""
         for action in expert.expert_plan(tasks.find_task(task_id)):
             yield expert.thought(action), action
-
-    def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
-        """Any candidate with equal chance, the same ones in every play of a task."""
-
-        def uniform() -> Iterator[tuple[str, str]]:
-            rng = random.Random(self.task_id)
-            while True:
-                yield rng.choice(self.candidates())
-
-        return {"uniform": uniform}
 
     def save(self) -> tuple:
         return self.problem, self.played, self.recent, self.inventory, self.read_here, self.best, self.turn

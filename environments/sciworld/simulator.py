@@ -10,7 +10,6 @@ by loading the task and replaying the actions.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import logging
 import os
@@ -117,21 +116,11 @@ class Simulator:
         self.played: tuple[str, ...] = ()
         self.question = False  # it has asked which of several objects is meant
 
-    def disconnect(self) -> None:
-        """Whatever Java object is freed from now on, its simulator is not told: it is dead, or another process's."""
-        self.gateway._gateway_client.is_connected = False
-
     def close(self) -> None:
-        self.gateway.shutdown()
-        self.disconnect()
-        with contextlib.suppress(OSError):  # it is dead
-            self.process.stdin.close()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
+        """Whatever Java object is freed from now on, its simulator is not told."""
+        self.gateway._gateway_client.is_connected = False
+        self.process.kill()
+        self.process.communicate()
 
     def load(self, task: Task, gold: bool = False) -> list[str]:
         """Begin the task, with a look around as the package's `reset` does; return its solution if that is asked for.
@@ -244,8 +233,6 @@ class Simulators:
         self.running: list[Simulator] = []  # the least recently used first
         self.answers: dict[tuple, Any] = {}  # the oldest first
         atexit.register(self.close)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.forget)
 
     def ask(self, task: Task, played: tuple[str, ...] | None, what: str, find: Callable[[Simulator], Any]) -> Any:
         """find(simulator) at a point of an episode; None: wherever it is. One that has died or hangs is replaced:
@@ -266,7 +253,6 @@ class Simulators:
             except (Py4JError, OSError) as error:
                 if simulator:
                     self.running.remove(simulator)
-                    simulator.process.kill()
                     simulator.close()
                 if attempt == 2:
                     raise UserError(f"sciworld: the simulator fails in {task.name} {task.variation}: {error}") from None
@@ -319,13 +305,6 @@ class Simulators:
         """End all simulators; the next question starts one again."""
         while self.running:
             self.running.pop().close()
-
-    def forget(self) -> None:
-        """In a forked process: the simulators are the parent's, and must not outlive it for the child's sake."""
-        for simulator in self.running:
-            simulator.disconnect()
-            simulator.process.stdin.close()
-        self.running.clear()
 
 
 @functools.cache
