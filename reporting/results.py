@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -224,6 +225,12 @@ def doubts(groups: Iterable[Group]) -> Iterator[str]:
             yield f"{group.condition}: the environment did not know {share:.0%} of its actions"
 
 
+def places(output: Path) -> list[str]:
+    """The options of the run that an output lies in: a recipe has none that names files."""
+    file = output.with_name("settings.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))["run"]["env_option"] if file.exists() else []
+
+
 def leaks(groups: Iterable[Group]) -> Iterator[str]:
     """Files whose agent or QNet has learned from tasks that were played, or from others of their subjects. Published
     splits overlap (WebShop's in 21 tasks), so this is no refusal."""
@@ -232,7 +239,8 @@ def leaks(groups: Iterable[Group]) -> Iterator[str]:
         checkpoints = filter(None, (input_of(path, name) for name in ("sft", "qnet")))
         learned = {checkpoint: meta_of(checkpoint).get("tasks") for checkpoint in checkpoints}
         if "env_option" in recipe and any(learned.values()):
-            env = envs.make(recipe["env"], **options_of(envs.environment_class(recipe["env"]), recipe["env_option"]))
+            options = options_of(envs.environment_class(recipe["env"]), [*places(path), *recipe["env_option"]])
+            env = envs.make(recipe["env"], **options)
             for checkpoint, known in learned.items():
                 subjects = set(map(env.subject, known or ()))
                 if n := sum(env.subject(task) in subjects for task in tasks):

@@ -268,6 +268,9 @@ def test_tasks_that_a_checkpoint_has_learned_from_are_counted(tmp_path, monkeypa
         file.write_text(json.dumps(meta))
     (told,) = results.leaks(results.read_results(results.result_files([str(folder)])))
     assert told.startswith(f"{folder}/sft has learned from 1 of 2 tasks")
+    (folder / "settings.toml").write_text("[run]\nenv_option = ['data=elsewhere']\n")  # its recipes name no file
+    with pytest.raises(UserError, match="data=elsewhere"):
+        list(results.leaks(results.read_results(results.result_files([str(folder)]))))
 
 
 def test_the_protocol_stands_below_the_table(tmp_path, capsys):
