@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All five stages on WebShop's bundled catalogue with the tiny model; the agent, log-probability, QLASS and best-of-N play
-# 431 test tasks. Trees and results are made by as many processes as cores are idle, eight at most.
+# 431 test tasks. Trees and results are made by as many processes as cores are idle, four at most.
 #   bash runs/demo.sh              in runs/webshop
 #   bash runs/demo.sh --check      docs/walkthrough.md's lake of sixteen cells in its place: a minute, in runs/lake
 set -eo pipefail
@@ -19,7 +19,8 @@ if [ "$1" = --check ]; then
 fi
 no_flags "$@"
 PROCESSES=${PROCESSES:-$(threads)}
-[ "$PROCESSES" -le 8 ] || PROCESSES=8
+[ "$PROCESSES" -le 4 ] || PROCESSES=4
+trees=(--cache-gb 0.5) tasks=(--cache-gb 0.5)  # of each process
 clone                      # stage 1: behaviour cloning (sft.py)
 learn_q "$RUN" "$RUN/sft"  # stages 2 to 4: exploration trees, Bellman backup, QNet (build_trees, bellman, train_qnet)
 # Stage 5: Q-guided generation, and the baselines (q_search.py). runs/reproduce.sh plays every other policy, too.
