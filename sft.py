@@ -178,9 +178,9 @@ def train(
             n = sum(example.targets for example in batch)
             loss = 0.0
             portions = training.micro_batches(batch, len, config.micro_tokens)
-            for portion in training.my_share(portions):
+            for portion, counts in training.my_share(portions):
                 with training.autocast(config):
-                    micro_loss = loss_of(model, portion) / n  # Eq. (5), per token
+                    micro_loss = counts * loss_of(model, portion) / n  # Eq. (5), per token
                 micro_loss.backward()  # gradients accumulate
                 loss += micro_loss.item()
             loss = training.all_reduce(model, loss)

@@ -66,7 +66,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
-from qlass import UserError, files, models, training
+from qlass import UserError, device, files, models, training
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.messages import State
@@ -215,9 +215,9 @@ def train(
             n = sum(map(len, batch))
             loss = 0.0
             portions = training.micro_batches(batch, attrgetter("tokens"), budget)
-            for portion in training.my_share(portions):
+            for portion, counts in training.my_share(portions):
                 with training.autocast(config):
-                    micro_loss = loss_of(qnet, portion, config) / n  # Eq. (11), per pair
+                    micro_loss = counts * loss_of(qnet, portion, config) / n  # Eq. (11), per pair
                 micro_loss.backward()  # gradients accumulate
                 loss += micro_loss.item()
             loss = training.all_reduce(qnet, loss)
@@ -249,8 +249,10 @@ def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[list[Pa
 def load(sft: Path, config: Config) -> QNet:
     """A QNet of the agent's weights and a new head."""
     torch.manual_seed(config.seed)  # here: the agent may have been trained in this process just now
-    agent, chat = models.load(sft, config, train=not config.lora)
-    return QNet(agent.base_model, chat)
+    qnet = QNet(*models.load(sft, config, train=not config.lora, body=True))
+    if device.is_divided(qnet.backbone) and not config.lora:  # all that is trained, or nothing
+        device.divide(qnet.head, next(qnet.backbone.parameters()).device_mesh)
+    return qnet
 
 
 def save(qnet: QNet, out: Path, config: Config, adapter: Any) -> None:

@@ -1,13 +1,19 @@
-"""Where a model computes, and in how many bits."""
+"""Where a model computes, in how many bits, and divided among which processes."""
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from qlass import UserError
-from qlass.files import warn
+from qlass.files import share, warn
 
+T = TypeVar("T")
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -25,3 +31,61 @@ def device_and_precision(config: Any) -> tuple[torch.device, str]:
     if gpu and not bf16:
         warn("this GPU computes no bf16: --precision float32 is taken")
     return place, "bf16" if bf16 else "float32"
+
+
+# --------------------------------------------------------------- weights divided among processes
+
+
+def load_divided(load: Callable[[], tuple[Any, T]], place: torch.device) -> tuple[Any, T]:
+    """A HuggingFace model that `load` puts on the CPU, and its report. Block by block each process
+    takes its share of the weights to its place (FSDP2).
+
+    By hand, as transformers' own plan trains a tied output layer apart from its embeddings. One
+    process after the other, so that the machine's memory holds one whole model.
+    """
+    n = distributed.get_world_size()
+    mesh = init_device_mesh(place.type, (n,))
+    for turn in range(n):
+        if turn == distributed.get_rank():
+            model, report = load()
+            for block in model.modules():
+                if type(block).__name__ in (model._no_split_modules or ()):
+                    divide(block, mesh)
+            divide(model, mesh)
+        distributed.barrier()
+    return model, report
+
+
+def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide what is not yet divided of a layer, which is gathered while it computes. Gradients
+    become sums: an average is wrong in gloo, and another factor in NCCL."""
+    divided: Any = fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    divided.set_gradient_divide_factor(1.0)
+    divided.set_force_sum_reduction_for_comms(True)
+
+
+def is_divided(model: nn.Module) -> bool:
+    return isinstance(next(model.parameters()), DTensor)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be divided; all processes ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather(model: nn.Module) -> None:
+    """Make a divided model whole, on the first process's CPU, where it can be saved."""
+    keep = "cpu" if share()[0] == 0 else "meta"
+    weights: dict[nn.Parameter, nn.Parameter] = {}  # layers may share one
+    for layer in model.modules() if is_divided(model) else ():
+        for name, weight in list(layer.named_parameters(recurse=False)):
+            weights.setdefault(weight, nn.Parameter(whole(weight.detach()).to(keep)))
+            setattr(layer, name, weights[weight])
+
+
+def broadcast(value: Any) -> Any:
+    """The first process's value, where rounding or memory may give the others another one."""
+    values = [value]
+    if distributed.is_initialized():
+        distributed.broadcast_object_list(values)
+    return values[0]

@@ -5,17 +5,18 @@ weight, whose chat template writes all turns alike, and that passes `check`. All
 one line. LoRA is PEFT's; weights in few bits are bitsandbytes'.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
-from torch import nn
+from torch import distributed, nn
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.device import PRECISIONS, device_and_precision
-from qlass.files import atomic, files_of, read_json, warn
+from qlass.device import PRECISIONS, device_and_precision, is_divided, load_divided
+from qlass.files import atomic, files_of, warn
 from qlass.records import as_user_error
 from qlass.settings import Learning, Model
 
@@ -36,17 +37,23 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def load(
-    path: str | Path, config: Model, train: bool = False, kind: Any = hf.AutoModelForCausalLM
+    path: str | Path,
+    config: Model,
+    train: bool = False,
+    kind: Any = hf.AutoModelForCausalLM,
+    body: bool = False,
 ) -> tuple[Any, Chat]:
     """The model in a folder or of a hub name, and its Chat.
 
     train: in float32, as an AdamW step of 1e-5 is under half a bf16 step of a weight above .005.
-    kind: hf.AutoModel for a saved QNet's backbone.
+    kind: hf.AutoModel for a saved QNet's backbone. body: without the output layer. The processes of
+    a training divide the weights, unless these are in few bits.
     """
     place, precision = device_and_precision(config)
+    divided = distributed.is_initialized() and not config.load_in
     options: dict[str, Any] = {
         "dtype": torch.float32 if train else PRECISIONS[precision],
-        "device_map": {"": place},
+        "device_map": {"": "cpu" if divided else place},
         "use_safetensors": True,
         "output_loading_info": True,
         "trust_remote_code": False,
@@ -58,12 +65,17 @@ def load(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
+
+    def read() -> tuple[Any, dict]:
+        with as_user_error("its weights"):
+            model, report = kind.from_pretrained(path, **options)
+        return model.base_model if body else model, report
+
     chat = load_chat(path, config)
     with as_user_error(path, SUPPORTED, UserError):
         if (Path(path) / "qnet.json").exists() and kind is hf.AutoModelForCausalLM:
             raise UserError("a QNet, which is no agent")
-        with as_user_error("its weights"):
-            model, report = kind.from_pretrained(path, **options)
+        model, report = load_divided(read, place) if divided else read()
         for problem, keys in report.items():
             if keys:
                 raise UserError(f"{problem}: {sorted(map(str, keys))[0]}")
@@ -92,9 +104,8 @@ def load_chat(path: str | Path, config: Model) -> Chat:
         with as_user_error("its tokenizer"):
             tokenizer = hf.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         ends = getattr(settings, "eos_token_id", None)
-        file = Path(path) / "generation_config.json"
-        if file.exists():
-            ends = read_json(file).get("eos_token_id", ends)
+        with contextlib.suppress(OSError):  # not every checkpoint has one
+            ends = hf.GenerationConfig.from_pretrained(path).eos_token_id
         ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
         context = getattr(settings, "max_position_embeddings", None)
         chat = Chat(tokenizer, Rendering.load(path, config), context, ends)
@@ -152,6 +163,8 @@ def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:
         groups.append({"params": trained, "lr": rate, "peak": rate})
     optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
+        if is_divided(rates[0][0]):
+            raise UserError("--optim adamw8bit: processes cannot divide its moments: --optim adamw")
         import bitsandbytes
 
         optimizer = bitsandbytes.optim.AdamW8bit

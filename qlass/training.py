@@ -1,38 +1,52 @@
 """What both training loops share beside the loop: the order of updates, the learning rate, the log
 and states from which a stopped training goes on, and the processes that torchrun starts.
 
-Each process has all of the model. It is not wrapped: DDP would hang on micro-batches that differ in
-number.
+Processes divide weights, gradients and moments among them (FSDP2), and gather each layer while it
+computes. What LoRA adds, and a model from scratch, each process has whole.
+
+NOTES. Gradients are sums over processes, and the loss is divided by the update's own count. All
+processes gather a layer at the same time, so each must do as many passes as the others: a portion
+too few is a portion that counts 0, and what one process decides by its own free memory or rounding
+is the first one's decision.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from qlass import UserError
+from qlass.device import broadcast, device_and_precision, gather, whole
 from qlass.files import (
     Inputs,
-    atomic,
     dumps,
     lock,
     meta_path,
     parts_folder,
+    read_jsonl,
     remove,
     share,
     write_json,
     write_jsonl,
 )
-from qlass.models import device_and_precision
 from qlass.outputs import begin
 from qlass.records import as_user_error
 from qlass.settings import Learning
 
 T = TypeVar("T")
+TRAINED = StateDictOptions(ignore_frozen_params=True)
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a state of one process
 
 
 def updates_of(sizes: Sequence[int], batch: int, seed: int, epoch: int) -> list[list[int]]:
@@ -76,9 +90,11 @@ def cosine(step: int, steps: int) -> float:
 
 
 def autocast(config: Learning) -> torch.autocast:
-    """bf16 arithmetic on float32 weights, where that is the precision; else nothing."""
+    """bf16 arithmetic on float32 weights, where that is the precision; else nothing. Its cache
+    would keep a bf16 copy of every weight until the update ends."""
     place, precision = device_and_precision(config)
-    return torch.autocast(place.type, torch.bfloat16, enabled=precision == "bf16")
+    bf16 = precision == "bf16"
+    return torch.autocast(place.type, torch.bfloat16, enabled=bf16, cache_enabled=False)
 
 
 # ------------------------------------------------------------------------------- several processes
@@ -90,7 +106,7 @@ def join(config: Learning) -> None:
     if share()[1] > 1:
         if place.type == "cuda":  # else each process would also open the first one's GPU
             torch.cuda.set_device(place)
-        distributed.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        distributed.init_process_group(timeout=timedelta(hours=2))  # disks can be slow
 
 
 def wait() -> None:
@@ -104,31 +120,28 @@ def is_first() -> bool:
     return share()[0] == 0
 
 
-def my_share(portions: list[T]) -> list[T]:
-    """This process's: every n-th of n processes."""
+def my_share(portions: list[T]) -> list[tuple[T, int]]:
+    """This process's portions, every n-th of n processes, and how often the loss of each counts: 1,
+    or 0 of a spare one, as processes that gather layers together need as many portions each."""
     rank, n = share()
-    return portions[rank::n]
+    mine = [(portion, 1) for portion in portions[rank::n]]
+    spare = math.ceil(len(portions) / n) - len(mine)
+    return mine + [(portions[-1], 0)] * spare
 
 
 def all_reduce(model: nn.Module, loss: float) -> float:
-    """The sum of all processes' losses; every gradient becomes their sum, too."""
+    """The sum of all processes' losses; every gradient becomes their sum, too, if FSDP2 has not
+    summed it yet."""
     if distributed.is_initialized():
         trained = [p for p in model.parameters() if p.requires_grad]
         total = torch.tensor(loss, device=trained[0].device, dtype=torch.float64)
+        distributed.all_reduce(total)
         for p in trained:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        for tensor in (total, *(p.grad for p in trained)):
-            distributed.all_reduce(tensor)
+            if not isinstance(p, DTensor):
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                distributed.all_reduce(p.grad)
         loss = total.item()
     return loss
-
-
-def broadcast(value: float | None) -> float | None:
-    """The first process's value, where rounding may give the others another one."""
-    values = [value]
-    if distributed.is_initialized():
-        distributed.broadcast_object_list(values)
-    return values[0]
 
 
 # --------------------------------------------------------------------------------- the checkpoint
@@ -136,11 +149,11 @@ def broadcast(value: float | None) -> float | None:
 
 class Training:
     """An unfinished checkpoint: its metadata, its log NAME.log.jsonl, and its states in
-    NAME.parts/, the last and the best. The first process writes.
+    NAME.parts/, the last and the best. The first process writes, and of a state each its share.
 
     lines: the log, one per update and one per epoch, written as it grows. A state is weights,
-    moments, random numbers and the log so far, with which a training goes on: what came behind it
-    is done, and logged, again.
+    moments, random numbers and the log so far, with which a training goes on, by any number of
+    processes: what came behind it is done, and logged, again.
     """
 
     def __init__(
@@ -164,8 +177,8 @@ class Training:
         batch, seed, epochs = self.config.batch, self.config.seed, range(self.config.epochs)
         self.order = [updates_of(sizes, batch, seed, epoch) for epoch in epochs]
         self.steps = sum(map(len, self.order))
-        if (self.states / "last.pt").exists():
-            self.lines = self.load("last.pt")
+        if (self.states / "last").exists():
+            self.lines = self.load("last")
         if is_first():
             write_jsonl(self.path, self.lines)
         self.bar = tqdm(None, self.out.name, self.steps, initial=self.step, mininterval=0.5)
@@ -207,14 +220,15 @@ class Training:
     def end_update(self, loss: float, norm: torch.Tensor, tokens: int) -> None:
         """loss: the mean of the update. norm: of its gradient. tokens: of its examples, without
         padding. UserError, before anything is written, for an update that is not finite."""
-        if not math.isfinite(loss + norm.item()):
-            problem = f"loss {loss}, gradient {norm.item()}: it has diverged"
+        gradient = whole(norm).item()
+        if not math.isfinite(loss + gradient):
+            problem = f"loss {loss}, gradient {gradient}: it has diverged"
             raise UserError(f"{self.out}: {problem}: --overwrite and a lower --lr")
         lr = self.optimizer.param_groups[0]["lr"]
         self.write({"step": self.step + 1, "loss": loss, "lr": lr, "tokens": tokens})
         self.bar.update()
         if self.step % self.config.save_every == 0:
-            self.save("last.pt")
+            self.save("last")
 
     def end_epoch(self, validation: float | None, **figures: Any) -> None:
         """validation: the loss that --patience is about, None if there is none."""
@@ -224,41 +238,47 @@ class Training:
         validation = broadcast(validation)  # all stop after the same epoch
         self.write(line | figures | {"validation": validation})
         if validation is not None and self.best_epoch == epoch:
-            self.save("best.pt")
+            self.save("best")
+
+    def state(self) -> dict[str, Any]:
+        """What is trained and its moments, themselves, and the random numbers."""
+        trained, moments = get_state_dict(self.model, self.optimizer, options=TRAINED)
+        random = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        return {"trained": trained, "moments": moments, "random": random}
 
     def save(self, name: str) -> None:
         """Write a state, whole or not at all."""
+        draft, folder = self.states / "draft", self.states / name
+        checkpoint.save(self.state(), checkpoint_id=draft)  # until all have written
         if is_first():
-            trained = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
-            moments = self.optimizer.state_dict()
-            random = (torch.get_rng_state(), torch.cuda.get_rng_state_all())
-            with atomic(self.states / name) as draft:
-                torch.save((trained, moments, random, self.lines), draft)
+            write_jsonl(draft / "log.jsonl", self.lines)
+            if folder.exists():
+                folder.replace(draft / "old")
+            draft.replace(folder)
+            remove(folder / "old")
 
     def load(self, name: str) -> list[dict]:
         """Take model, optimizer and random numbers from a state. Returns its log."""
-        with as_user_error(
-            f"{self.states / name} can't be read; delete {self.states} to begin again"
-        ):
-            state = torch.load(self.states / name, map_location="cpu", weights_only=True)
-        trained, moments, random, lines = state
-        self.model.load_state_dict(trained, strict=False)  # not the frozen ones
-        self.optimizer.load_state_dict(moments)
-        torch.set_rng_state(random[0])
-        torch.cuda.set_rng_state_all(random[1][: torch.cuda.device_count()])
-        return lines
+        folder, state = self.states / name, self.state()
+        with as_user_error(f"{folder} can't be read; delete {self.states} to begin again"):
+            partly = DefaultLoadPlanner(allow_partial_load=True)  # nor have all weights gradients
+            checkpoint.load(state, checkpoint_id=folder, planner=partly)  # in place
+        torch.set_rng_state(state["random"][0])
+        torch.cuda.set_rng_state_all(state["random"][1:])
+        return read_jsonl(folder / "log.jsonl")
 
     def load_best(self) -> None:
         """Give the model the best epoch's weights."""
-        self.save("last.pt")
+        self.save("last")
         if self.best_epoch < len(self.curve):
-            self.load("best.pt")
+            self.load("best")
 
     def finish(self, save: Callable[[], None], **figures: Any) -> dict[str, Any]:
         """Write the metadata, with these figures, and the checkpoint; returns the figures."""
         figures |= {"steps": self.step, "curve": self.curve, "best_epoch": self.best_epoch}
         figures["tokens"] = sum(line.get("tokens", 0) for line in self.lines)
         figures["loss"] = self.curve[self.best_epoch - 1]["loss"]
+        gather(self.model)
         if is_first():
             write_json(meta_path(self.out), self.meta | figures)
             save()

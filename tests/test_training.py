@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_train_qnet import labelled_tree
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sft
-from qlass import UserError, training
+from qlass import UserError, models, training
 from qlass.demonstrations import demonstrate
 from qlass.files import meta_of, read_jsonl
 from qlass.training import Training, updates_of
@@ -125,30 +126,62 @@ SPOILT = [
 def test_an_update_that_is_not_finite_stops_the_run_and_spoils_no_weights(tmp_path, spoil, says):
     with pytest.raises(UserError, match=says):
         fit(tmp_path, [1.0] * 6, spoil=spoil)
-    weights, _, _, lines = torch.load(tmp_path / "model.parts" / "last.pt", weights_only=True)
+    lines = read_jsonl(tmp_path / "model.parts" / "last" / "log.jsonl")
     assert [line["step"] for line in lines if "lr" in line][-1] == 4
-    assert all(p.isfinite().all() for p in weights.values())
+    weights, _, _ = fit(tmp_path, [1.0] * 6)  # goes on
+    assert all(p.isfinite().all() for p in weights)
 
 
-def launch(main, argv: list[str], code: int) -> None:
-    """As torchrun does: the same command in two processes, its rank in the environment."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    started = [fork(main, argv, RANK=rank, LOCAL_RANK=rank, **address) for rank in "01"]
+class Copies(TorchDispatchMode):
+    """The copies of matrices in bf16 that a block makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16 and out.dim() == 2:
+            self.made.append(torch._C._WeakTensorRef(out))
+        return out
+
+
+def test_gradient_checkpointing_keeps_no_copy_of_the_weights_in_bf16():
+    config = dataclasses.replace(SETTINGS, precision="bf16", gradient_checkpointing=True)
+    model = tiny_lm(CHAT, tie_word_embeddings=False).train()
+    models.prepare_training(model, config)
+    with training.autocast(config), Copies() as copies:
+        loss = sft.sft_loss(model, EXAMPLES)
+    assert len(copies.made) == 15 and sum(not copy.expired() for copy in copies.made) == 1  # the output layer's
+    assert loss.requires_grad
+
+
+def test_moments_in_8_bits_are_not_divided(monkeypatch):
+    monkeypatch.setattr("qlass.models.is_divided", lambda model: True)
+    with pytest.raises(UserError, match="cannot divide its moments"):
+        models.adamw([(tiny_lm(CHAT), 0.1)], "adamw8bit")
+
+
+def launch(main, argv: list[str], code: int, n: int = 2) -> None:
+    """As torchrun does: the same command in n processes, its rank in the environment."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(n)}
+    started = [fork(main, argv, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(n)]
     for process in started:
         process.join(120)
-    assert [process.exitcode for process in started] == [code] * 2
+    assert [process.exitcode for process in started] == [code] * n
 
 
-TRAININGS = [  # a stage, and what it learns from and how
-    ("sft", "--n-expert 5"),
-    ("sft", "--expert {expert} --model {agent} --lora 2"),
-    ("train_qnet", "--preset paper --sft {agent} --labels {labels} --max-tokens 40 --lr 1e-3"),
-    ("train_qnet", "--preset paper --sft {agent} --labels {labels} --max-tokens 40 --lora 2"),
+TRAININGS = [  # a stage, what it learns from and how, and the number of processes that go on
+    ("sft", "--n-expert 5", 2),
+    ("sft", "--expert {expert} --model {agent} --gradient-checkpointing", 3),  # whose output layer is tied
+    ("sft", "--expert {expert} --model {agent} --lora 2", 2),
+    ("train_qnet", "--preset paper --sft {agent} --labels {labels} --max-tokens 40 --lr 1e-3", 2),
+    ("train_qnet", "--preset paper --sft {agent} --labels {labels} --max-tokens 40 --lora 2", 2),
 ]
 
 
-@pytest.mark.parametrize(("stage", "flags"), TRAININGS)
-def test_two_processes_share_the_work_and_train_what_one_does(stage, flags, tmp_path, agent, fake_world, monkeypatch):
+@pytest.mark.parametrize(("stage", "flags", "n"), TRAININGS)
+def test_processes_share_the_work_and_train_what_one_does(stage, flags, n, tmp_path, agent, fake_world, monkeypatch):
     """Also where they are stopped and started again."""
     labels, expert = tmp_path / "labels.jsonl", tmp_path / "mine.jsonl"
     labels.write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))
@@ -169,7 +202,7 @@ def test_two_processes_share_the_work_and_train_what_one_does(stage, flags, tmp_
     with monkeypatch.context() as patch:
         patch.setattr(Training, "end_update", stopping)
         launch(main, two, 7)
-    launch(main, two, 0)
+    launch(main, two, 0, n)
     alone, both = (meta_of(tmp_path / name) for name in ("by-1", "by-2"))
     losses = [[epoch["loss"] for epoch in meta["curve"]] for meta in (alone, both)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -35,6 +35,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from qlass.chat import Chat
+from qlass.device import broadcast
 from qlass.fast.token_tree import TokenTree, batches, tree_inputs
 from qlass.messages import State
 
@@ -322,7 +323,7 @@ def batch_for(model: Any) -> int:
     least, most = 1 << 14, 1 << 18
     if model.device.type != "cuda":
         return least
-    free = torch.cuda.mem_get_info(model.device)[0]
+    free = broadcast(torch.cuda.mem_get_info(model.device)[0])  # or some would read more often
     return min(max(least, free // 8 // token_bytes(model)), most)
 
 
