@@ -14,16 +14,18 @@
 #   bash runs/paper.sh release      ALFWorld's row of Table 2 without training: the authors' weights by their own protocol
 #   bash runs/paper.sh gpu_check    what only a GPU can show, in ten minutes by estimate: a Llama-2-7B of random weights
 #                                   through all stages, and speed and peak memory of QNet's training; writes gpu_check.md
-# By default LoRA, where the paper trains all weights: Llama-2-7B takes 20 GB of a GPU, 13B 34 GB. All weights of 7B on
-# eight GPUs of 80 GB, each of which holds the whole model:
-#   TRAIN="torchrun --nproc-per-node 8" FITS="--gradient-checkpointing --optim adamw8bit" bash runs/paper.sh webshop
+# By default LoRA, where the paper trains all weights: Llama-2-7B takes 20 GB of a GPU, 13B 34 GB. All weights, as in the
+# paper, divided among GPUs of 48 GB (docs/models.md: memory by number of GPUs):
+#   GPUS=4 bash runs/paper.sh webshop
+#   GPUS=8 bash runs/paper.sh table4
 # A stopped script resumes when it is run again. SEED=1 makes a run folder of its own.
 set -eo pipefail
 ENV= ENVS="webshop alfworld sciworld table3 table4 fig4 release gpu_check" run=$RUN
 . "$(dirname "$0")/common.sh"
 [ -n "$ENV" ] || fail "name an experiment: $ENVS"
 no_flags "$@"
-TRAIN=${TRAIN:-$PYTHON}
+train=("$PYTHON")
+[ -z "$GPUS" ] || train=(torchrun --nproc-per-node "$GPUS" --) FITS=${FITS:---gradient-checkpointing}
 [ "$ENV" != table4 ] || MODEL=${MODEL:-meta-llama/Llama-2-13b-chat-hf}
 MODEL=${MODEL:-meta-llama/Llama-2-7b-chat-hf}  # any HuggingFace name or folder
 NAME=${NAME:-$(basename "$MODEL")-$SEED}       # names the run folder
@@ -50,10 +52,10 @@ webshop() {  # ETO's goals, which people wrote, on the whole catalogue; its spli
     sft+=(--expert "$ETO/webshop_sft.json")
 }
 pipeline() {  # stages 1 to 4 for the environment in `env`; what is there stays
-    $TRAIN sft.py "${env[@]}" "${sft[@]}"
+    "${train[@]}" sft.py "${env[@]}" "${sft[@]}"
     "$PYTHON" build_trees.py "${env[@]}" "${trees[@]}"
     "$PYTHON" bellman.py "${env[@]}"
-    $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}"
+    "${train[@]}" train_qnet.py "${env[@]}" "${qnet[@]}"
 }
 policies() {  # FLAG...: Table 2's rows, QLASS with M candidates beside the agent and its best of N
     local ask=("$PYTHON" ${SEARCHER:-q_search.py} "${env[@]}" "${searches[@]}" "$@") by
@@ -62,7 +64,7 @@ policies() {  # FLAG...: Table 2's rows, QLASS with M candidates beside the agen
 }
 self_trained() {  # NAME LABEL FLAG...: an agent cloned again with its own trajectories, RUN/sft-NAME, greedily
     "$PYTHON" -m experiments.self_train "${env[@]}" --name "$1" "${@:3}"
-    $TRAIN sft.py "${env[@]}" --model "$MODEL" "${fits[@]}" --expert "$RUN/self_train-$1.jsonl" --out "$RUN/sft-$1"
+    "${train[@]}" sft.py "${env[@]}" --model "$MODEL" "${fits[@]}" --expert "$RUN/self_train-$1.jsonl" --out "$RUN/sft-$1"
     "$PYTHON" q_search.py "${env[@]}" --method greedy "${play[@]}" \
         --sft "$RUN/sft-$1" --label "self-trained, $2" --out "$RUN/results-$1.jsonl"
 }
@@ -101,7 +103,7 @@ case $ENV in
         for target in q avg reward; do
             labels=$RUN/q_labels-$target.jsonl net=$RUN/qnet-$target
             "$PYTHON" -m experiments.targets "${env[@]}" --target $target --out "$labels"
-            $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}" --labels "$labels" --out "$net"
+            "${train[@]}" train_qnet.py "${env[@]}" "${qnet[@]}" --labels "$labels" --out "$net"
             # Each action the best of three, one trajectory a task (Q*Agent's setting).
             self_trained target-$target target=$target --limit 0 "${play[@]}" --method qlass -M 3 -N 1 --qnet "$net"
         done

@@ -51,7 +51,7 @@ def called(tmp_path_factory):
         if path := shutil.which(name):
             (bin_ / name).symlink_to(path)
     note = """{ printf '%s\\037' "$@"; echo; } >> "$LOG"\n"""  # a unit separator behind each argument
-    for name, text in {"python": note, "torchrun": "shift 2\n" + note, "cp": ""}.items():
+    for name, text in {"python": note, "torchrun": "shift 3\n" + note, "cp": ""}.items():
         (bin_ / name).write_text(f"#!/bin/sh\n{text}")
         (bin_ / name).chmod(0o755)
 
@@ -140,8 +140,7 @@ def has(config, **values):
 def test_hyperparameters_of_table_5_and_protocols_of_the_paper(
     stages, script, depth, tree_steps, splits, M, N, max_steps
 ):
-    large = {"TRAIN": "torchrun --nproc-per-node 8", "FITS": "--gradient-checkpointing"}
-    calls = stages("paper.sh", script, ETO="/eto", **large)
+    calls = stages("paper.sh", script, ETO="/eto", GPUS="8")
     (sft,), (trees,), (bellman,), (qnet,) = (calls[f"{s}.py"] for s in ("sft", "build_trees", "bellman", "train_qnet"))
     has(sft, model="meta-llama/Llama-2-7b-chat-hf", epochs=3, lr=1e-5, batch=64, max_tokens=4096, lora=None)
     has(sft, expert=Path(f"/eto/{script}_sft.json"))
