@@ -74,6 +74,7 @@ def gains(lines: pd.DataFrame, results: pd.DataFrame) -> Figure:
             marker=marker,
             label=label,
         )
+
     figure.legend(loc="outside lower center")
     return figure
 

@@ -146,8 +146,7 @@ def test_candidates_are_few_valid_and_begin_with_what_the_task_names(env):
     play(env, "train/use-thermometer/0", ["teleport to kitchen", "look around"])
     candidates, valid = env.candidates(), env.valid_actions()
     actions = [action for _, action in candidates]
-    assert len(valid) > 500 and len(set(actions)) == len(actions) <= 60
-    assert set(actions) - set(valid) == {"pick up orange"}  # another one is held, of which the agent has not read
+    assert len(valid) > 400 and len(set(actions)) == len(actions) <= 60 and set(actions) <= set(valid)
     named = {"look around", "wait", "teleport to bathroom", "pick up thermometer", "focus on thermometer"}
     assert named <= set(actions)
     assert not any("sewer" in action or "focus on air" in action for action in actions)
@@ -195,7 +194,7 @@ def test_a_list_of_actions_and_the_world_behind_it_are_the_same_whatever_was_ask
         pool.answers.clear()
         for action in env.played:
             if asks:
-                simulator.valid_actions()
+                simulator.valid_actions("")
             simulator.step(action)
         lists.append(env.valid_actions())
     assert lists[0] == lists[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from importlib import metadata
@@ -107,12 +106,11 @@ class SciWorldEnv(TextEnv):
         score = self.turn.score
         info = {"task_id": self.task_id, "task": self.task, "feedback": self.turn.observation}
         info |= {"score": score, "won": score >= 1}
-        # They cost ten times what a step does.
-        valid = functools.partial(self.pool.valid_actions, self.problem, self.played)
-        return simulator.Lazy(info, valid_actions=valid, admissible_commands=valid)
+        return info | dict.fromkeys(("valid_actions", "admissible_commands"), self.valid_actions())
 
     def valid_actions(self) -> list[str]:
-        return self.pool.valid_actions(self.problem, self.played)
+        """On things within reach, but for those that the agent holds and has not read of."""
+        return self.pool.valid_actions(self.problem, self.played, expert.words(" ".join(self.inventory)))
 
     def candidates(self) -> list[tuple[str, str]]:
         """At most 60 (see expert.candidates), with things that the agent has read of since it came here, or that it
@@ -120,9 +118,8 @@ class SciWorldEnv(TextEnv):
         if self.recent and self.recent[-1][1].startswith(simulator.AMBIGUOUS):
             return [(meant, str(i)) for i, meant in enumerate(simulator.choices(self.recent[-1][1]))]
         recent = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
-        held = expert.words(" ".join(self.inventory))
-        valid = self.pool.valid_actions(self.problem, self.played, held)
-        actions = expert.candidates(valid, self.task, recent, held, " ".join(self.read_here))
+        known = " ".join(self.inventory), " ".join(self.read_here)
+        actions = expert.candidates(self.valid_actions(), self.task, recent, *known)
         return [(expert.thought(action), action) for action in actions]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:

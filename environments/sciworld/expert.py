@@ -84,7 +84,7 @@ def inventory_after(inventory: tuple[str, ...], observation: str) -> tuple[str, 
     return (*others, moved[1]) if moved[2] == "inventory" else others
 
 
-def candidates(valid: list[str], task: str, recent: str, held: str, here: str) -> list[str]:
+def candidates(valid: list[str], task: str, recent: str, inventory: str, here: str) -> list[str]:
     """At most AMONG of the valid actions, by a rule that knows what the agent has read: of what it holds, and here.
 
     Looking around, waiting and teleporting come first. Then the verbs take turns, each
@@ -92,7 +92,10 @@ def candidates(valid: list[str], task: str, recent: str, held: str, here: str) -
     holds; first what EXPLORES and what is done with such objects only, then the rest. Scenery is left out, as are
     things that the agent has not read of and the verbs that are not in REASONS.
     """
-    texts, read = [(2, words(task)), (1, words(recent)), (1, held)], {*words(here).split(), *held.split()}
+    texts, read = (
+        [(2, words(task)), (1, words(recent)), (1, words(inventory))],
+        set(words(f"{here} {inventory}").split()),
+    )
     weight = functools.cache(lambda name: sum(w for w, text in texts if name in text))
     fixed, turns = [], collections.defaultdict(list)
     for action in valid:

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from qlass import UserError
@@ -171,13 +171,11 @@ class Simulator:
         for action in played[len(self.played) :]:
             self.step(action)
 
-    def valid_actions(self, held: str | None = None) -> list[str]:
+    def valid_actions(self, held: str) -> list[str]:
         """All that the simulator acts on here: hundreds; numbers, where it has asked a question.
 
-        held: words that the agent has read of what it holds; other things in its inventory are left out. None: none is.
-
-        The package's own list also has what lies in closed things, on which it does not act. Four fifths of that list's
-        time go into names for the objects of all rooms.
+        held: words that the agent has read of what it holds; other things in its inventory are left out. The package's
+        own list has them, and what lies in closed things, on which the simulator does not act.
         """
         agent, interface = self.engine.agent().get(), self.engine.agentInterface().get()
         if self.question:
@@ -187,7 +185,7 @@ class Simulator:
         accessible = scienceworld.input.InputParser.collectAccessibleObjects
         objects = accessible(room, False)
         for thing in agent.getInventoryContainer().getContainedObjects(False).toArray(self.of_objects):
-            if held is None or f" {thing.name().lower()} " in held:
+            if f" {thing.name().lower()} " in held:
                 objects = getattr(objects, "$plus$plus")(accessible(thing, False))
         array = objects.toArray(self.of_objects)
         names = interface.inputParser().getAllUniqueReferentsLUTObjList(array, room, True, True)
@@ -195,25 +193,6 @@ class Simulator:
         listed = self.gateway.jvm.scala.Predef.genericWrapArray(actions).mkString("\n").split("\n")
         # Many a list holds the same texts.
         return sorted({sys.intern(action) for action in [*listed, *(f"teleport to {place}" for place in PLACES)]})
-
-
-class Lazy(dict):
-    """A dict in which a function stands for a value until that is asked for."""
-
-    get, items, values, __eq__, __ne__ = Mapping.get, Mapping.items, Mapping.values, Mapping.__eq__, object.__ne__
-    pop, popitem, setdefault = MutableMapping.pop, MutableMapping.popitem, MutableMapping.setdefault
-
-    def __getitem__(self, key: str) -> Any:
-        value = dict.__getitem__(self, key)
-        if callable(value):
-            self[key] = value = value()
-        return value
-
-    def __iter__(self) -> Iterator[str]:  # of its own, or dict(self) would copy the functions
-        return dict.__iter__(self)
-
-    def __reduce__(self) -> tuple:  # a pickle is a plain dict
-        return dict, (dict(self),)
 
 
 def choices(question: str) -> list[str]:
@@ -284,7 +263,7 @@ class Simulators:
         """The turn that an action makes, and what has been played then."""
         return self.ask(task, played, f"step {action}", lambda s: (s.step(action), s.played))
 
-    def valid_actions(self, task: Task, played: tuple[str, ...], held: str | None = None) -> list[str]:
+    def valid_actions(self, task: Task, played: tuple[str, ...], held: str) -> list[str]:
         valid = self.ask(task, played, f"valid actions {held}", lambda s: s.valid_actions(held))
         return list(valid)  # the caller's own
 
