@@ -75,10 +75,14 @@ def hold_out_trees(
 def ranking(
     score: Callable[[list[Score]], list[list[float]]], trees: list[list[Pair]]
 ) -> dict[str, Any]:
-    """On these trees, of Q: the mean square error (Eq. 8), the part of it within states, and of the
-    sibling pairs whose q differ by more than GAP the share whose scores agree; chance is .5.
+    """Compare QNet's values with the q of these trees.
 
-    score: what answers Score requests.
+    mse                 their mean square error (Eq. 8)
+    within_mse          the part of it within states, which alone can change the siblings' order
+    sibling_accuracy    of the siblings whose q differ by more than GAP, the share of pairs that
+                        QNet ranks alike; chance is .5
+
+    score: answers Score requests.
     """
     together = [family for tree in trees for family in families(tree)]
     requests = [Score(f[0].state, tuple(pair.action for pair in f)) for f in together]
@@ -98,8 +102,11 @@ def ranking(
 
 
 def agreement(q: np.ndarray, values: np.ndarray) -> list[float]:
-    """Of each pair of siblings to rank: 1 if the values (k,) have the order of q (k,), 0 if the
-    other one, .5 if they are equal."""
+    """Compare the order of k siblings' values (k,) with that of their q (k,).
+
+    Returns for each pair to rank 1 if the values have q's order, 0 if the other one, .5 if they are
+    equal.
+    """
     i, j = np.triu_indices(len(q), 1)
     to_rank = abs(q[i] - q[j]) > GAP
     alike = np.sign(q[i] - q[j]) * np.sign(values[i] - values[j])
