@@ -135,10 +135,8 @@ class QNet(nn.Module):
 
 
 def scorer(qnet: QNet, plain: bool = False, cache_gb: float | None = None) -> Any:
-    """What answers Score requests while the weights stay: QNet pair by pair, or its fast twin.
-
-    cache_gb: room for what the latter has read.
-    """
+    """Return what answers Score requests: QNet pair by pair (plain), or a FastQNet with a prompt
+    cache of cache_gb. Make a new one when the weights change."""
     if plain:
         return qnet
     from qlass.fast.score import FastQNet
@@ -174,8 +172,9 @@ def family_loss(
 
 
 def packs_of(chat: Chat, tree: list[Pair], config: Config) -> list[Pack]:
-    """What an epoch shuffles. With --plain a pack is one pair or, with a rank weight, which needs
-    siblings together, one family. Else it is as many of these as fit in --max-tokens."""
+    """Cut a tree into the packs that an epoch shuffles. With --plain a pack is one pair or, with a
+    rank weight, which needs siblings together, one family. Else it is as many of these as fit in
+    --max-tokens."""
     together = families(tree) if config.rank_weight else [[pair] for pair in tree]
     if config.plain:
         return [Pack([f], sum(len(chat.pair(p.state, p.action)) for p in f)) for f in together]
@@ -239,7 +238,7 @@ def train(
 
 
 def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[list[Pair]]]:
-    """Of the first `limit` labelled trees: their tasks, and their pairs."""
+    """Read the tasks and the pairs of the first `limit` labelled trees."""
     trees = list(islice(read_trees(labels, Label), limit))
     with as_user_error(labels, errors=KeyError):  # of a root without messages
         pairs = list(map(pairs_of, trees))

@@ -1,4 +1,4 @@
-"""What a QNet learns from: the pairs of (s, a) of labelled trees, and whether it ranks siblings."""
+"""The pairs of (s, a) of labelled trees, from which a QNet learns, and how it ranks siblings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Pack:
     tokens: int  # that the backbone reads of it, without padding
 
     def __len__(self) -> int:
-        """How many pairs it has."""
+        """Count its pairs."""
         return sum(map(len, self.families))
 
 
@@ -46,7 +46,7 @@ def states_of(tree: list[dict]) -> dict[int, State]:
 
 
 def pairs_of(tree: list[dict]) -> list[Pair]:
-    """All (s, a, q) of a labelled tree, depth first: a node's action in its parent's state."""
+    """The (s, a, q) of a labelled tree, depth first: a node's action in its parent's state."""
     states = states_of(tree)
     return [Pair(states[node["parent_id"]], node["action"], node["q"]) for node in tree[1:]]
 

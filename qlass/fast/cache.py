@@ -99,13 +99,12 @@ class Row:
         return len(self.tree)
 
     def columns(self, path: Places) -> Places:
-        """Where tokens of the tree are in a batch, in which all trees end at the last column,
-        -1."""
+        """The columns of a path's tokens in a batch, in which all trees end at column -1."""
         size = len(self.tree)
         return [token - size for token in path]
 
     def size_with(self, prompt: CachedPrompt, tails: Sequence[Tokens]) -> int:
-        """How many tokens the tree would have at most."""
+        """Count the tokens that the tree would have at most."""
         return len(self) + self.tree.growth(prompt.ids[self.cached :]) + sum(map(len, tails))
 
     def add(self, prompt: CachedPrompt, number: int, tails: Sequence[Tokens]) -> None:

@@ -1,5 +1,4 @@
-"""Does a model give for packed sequences what it gives for each by itself? Asked of every model as
-it is loaded.
+"""Compare a model's outputs for packed sequences with those for each by itself, as it is loaded.
 
 Token trees ask of a model that it places tokens by `position_ids` and looks where a 4-D mask lets
 it. Most do. A model that carries a state from token to token, or that counts columns (ALiBi), would
@@ -106,7 +105,7 @@ def outputs(model: Any, inputs: dict, columns: Tensor | None = None) -> Tensor:
 
 
 def differences(model: Any, sequences: list[Tokens], plain: list[Tensor]) -> Tensor:
-    """How far outputs of token trees are from each plain sequence's, as a share of their mean size.
+    """Measure how far outputs of token trees are from plain ones, as a share of their mean size.
 
     Beginnings are read one after the other, a step deeper each: first without anything in the
     cache, then behind what it has kept of those before. What follows a beginning in its sequence

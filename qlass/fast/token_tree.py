@@ -48,7 +48,7 @@ class TokenTree:
         return path
 
     def growth(self, *rows: Sequence[int]) -> int:
-        """How many tokens `add` would have to store for these sequences."""
+        """Count the tokens that `add` would store for these sequences."""
         size = len(self)
         for ids in rows:
             self.add(ids)
@@ -92,11 +92,11 @@ def windows_of(config: Any) -> dict[str, int]:
 def additive_masks(
     sees: Tensor, at: Tensor, keys: Tensor, windows: dict[str, int], dtype: torch.dtype
 ) -> Any:
-    """What may be seen (B, L, K), by tokens at positions `at` (B, L) of keys at (B, K), as an
-    attention bias.
+    """Attention bias (B, 1, L, K): 0 where a token may see a key, else the lowest number.
 
-    (B, 1, L, K); a dict of one for each layer type where a model has several, as its `forward`
-    takes them."""
+    sees: (B, L, K), before windows. at: (B, L), positions of the tokens. keys: (B, K), of the keys.
+    Where a model has several layer types, a dict with one bias for each, as its `forward` takes
+    them."""
     masks = {}
     at = at[:, :, None]
     keys = keys[:, None]
@@ -114,8 +114,8 @@ def additive_masks(
 def tree_inputs(
     model: Any, trees: Sequence[TokenTree], past: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """What the model reads of B token trees, padded on the left to L: ids and positions (B, L),
-    masks (B, 1, L, P + L).
+    """A model's inputs for B token trees, padded on the left to L: ids and positions (B, L), masks
+    (B, 1, L, P + L).
 
     `past[i]` tokens stand before tree i in a cache of width P = max(past), padded on the left too.
     Nothing sees the padding, so any id will do. A sequence by itself needs no mask, so that models
@@ -151,10 +151,10 @@ def tree_inputs(
 def batches(
     lengths: Sequence[int], budget: int, before: Sequence[int] | None = None, min_fill: float = 0.0
 ) -> Iterator[list[int]]:
-    """Indices of items of like length, in groups whose padded size stays within `budget` tokens (or
-    of one item).
+    """Group items of like length by their indices. A group's padded size stays within `budget`
+    tokens, or it has one item.
 
-    before: tokens of each item that only take room, as what a cache knows of it, padded by
+    before: tokens of each item that only take memory, such as those in a cache, padded by
     themselves. min_fill: share of a group's longest item that its shortest one has at least."""
     before = before or [0] * len(lengths)
     group: list[int] = []
