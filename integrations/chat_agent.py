@@ -241,16 +241,17 @@ PROBLEMS = {
     "content_filter": "were refused or filtered",
     "unclear": 'have no action, or several lines "Action:"',
 }
-LABEL = re.compile(r"(?i)\baction\b[\W_]*|\Z")
-INVENTED = re.compile(r"(?i)\n\W*(observation|task)\W*:")
-MARKS = "*_`#>\"'{}, \n\t"  # around an action, in Markdown, quotes and JSON
+LABEL = re.compile(r"(?i)\baction\b[\W_]*")
+LINE = re.compile(r"(?im)^\W*action\b|\Z")  # where an action begins, or the end of a text
+INVENTED = re.compile(r"(?i)\n\W*(?:observation|task)\W*:")
+MARKS = "*_`#>\"'{}, \n\t-"  # around an action, in Markdown, quotes and JSON
 
 
 def readable(content: str, knows: Callable[[str], bool]) -> tuple[str, bool]:
     """An answer, in the environment's form if it knows the action in it; and whether it does."""
     text = without_thinking(content).strip()
-    begin = LABEL.search(text)
-    text = text[: begin.end()] + INVENTED.split(text[begin.end() :])[0].strip()
+    begin = LINE.search(text).end()
+    text = text[:begin] + INVENTED.split(text[begin:])[0].rstrip()
     if knows(parse_action(text)):
         return text, True
     places = [(label.start(), label.end()) for label in LABEL.finditer(text)]

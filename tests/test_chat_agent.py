@@ -208,7 +208,7 @@ FORMS = [
     "Thought: I go right.\nAction: right",
     "<think>Action: left</think>Action: right",
     "Action: right\nObservation: you win\nAction: left",
-    "Thought: it says\nObservation: you are here\nAction: right",
+    "Thought: of each action\nObservation: it says what it leads to\nAction: right",
     "Thought: first\n---\nAction: right",
     "right",
     "`right`.",
