@@ -313,6 +313,8 @@ def main(argv: list[str] | None = None) -> None:
     if any(method.needs_q for method in plan):
         # Temperature and length of an answer are the chat model's.
         named = config.qnet or str(config.run / "qnet")
+        if not (config.qnet or Path(named).exists()):
+            raise UserError(f"{named}: no such QNet: integrations.chat_trees begins one, --method sample needs none")
         reading = dataclasses.replace(config, qnet=named, temperature=None, max_new_tokens=None)
         agent.qnet, inputs["qnet"] = q_search.load_scorer(reading)
         models[Score] = agent.qnet.score
