@@ -100,7 +100,7 @@ def test_no_answer_is_asked_for_twice(fake, tmp_path, value_net):
     assert fake.seen[first + 1 + steps - 2 + 3].get("n") is None  # of two answers the first was there
     with pytest.raises(UserError, match=r"begun with temperature None, not 0\.5"):
         played(fake, tmp_path, *flags, "--temperature", "0.5")
-    with pytest.raises(UserError, match="qnet: no such QNet: integrations.chat_trees begins one"):
+    with pytest.raises(UserError, match="no such QNet: "):
         played(fake, tmp_path / "other")
     fake.script += [chat_completion("Hello") | {"model": "other"}]
     with pytest.raises(UserError, match="begun with model first, not other"):
