@@ -37,19 +37,8 @@ RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "reward": 1, "token
 ROOT = node(0, None, messages=CHAT[:1], task="", env="fake", action=None, source="policy", q=0.5, q_raw=0.5)
 LEAF = node(1, 0, 1.0, done=True, source="policy", q=0.5, q_raw=0.5)
 OTHER = [line | {"task_id": "u"} for line in (ROOT, LEAF)]
-NO_NODE = [("reward", None), ("reward", 50), ("depth", 1.5), ("cut", -3), ("cut", float("nan")), ("parent_id", [0])]
-NO_RESULT = [
-    ("seed", "a"),
-    ("label", ["a"]),
-    ("reward", None),
-    ("reward", 1.5),
-    ("tokens", {"prompt": "many"}),
-    ("steps", ["left"]),
-]
-OUT_OF_TURN = {
-    1: [turn("Action: left"), turn("here", "user"), LEFT],
-    2: [turn("walk", "user"), turn("here", "user"), LEFT],
-}
+NO_NODE = [("reward", 50), ("depth", 1.5), ("cut", float("nan"))]
+NO_RESULT = [("seed", "a"), ("reward", None), ("tokens", {"prompt": "many"}), ("steps", ["left"])]
 READERS = {
     "expert.jsonl": lambda path: read(path, FakeEnv()),
     "trees.jsonl": lambda path: bellman.main(["--trees", str(path), "--run", str(path.parent / "run")]),
@@ -61,9 +50,7 @@ BAD = {
     "trees.jsonl": [
         ("", ": holds no tree"),
         (tree(ROOT, LEAF).splitlines()[0] + "\n", ": task t: its lines are not one tree of 2 nodes"),
-        (tree(ROOT, LEAF) * 2, ": task t: its lines are not one tree of 2 nodes"),
         (tree(ROOT, LEAF) + tree(*OTHER) + tree(ROOT, LEAF), ": task t: its lines are not one tree of 2 nodes"),
-        (tree(ROOT, LEAF | {"node_id": 2, "parent_id": 1}, LEAF), ": task t: node 2 has no parent before it"),
         (tree(ROOT, LEAF, LEAF), ": task t: node 1 has no parent before it"),
         (dump([ROOT | {"nodes": 2}, 5]), ":2: "),
         *((tree(ROOT, LEAF | {name: value}), f":2: {name}: ") for name, value in NO_NODE),
@@ -72,28 +59,18 @@ BAD = {
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: q: Field required"),
         (tree(ROOT, LEAF | {"q": float("nan")}), ":2: q: "),
     ],
-    "results.jsonl": [
-        *((dump([RESULT | {name: value}]), f":1: {name}") for name, value in NO_RESULT),
-    ],
+    "results.jsonl": [(dump([RESULT | {name: value}]), f":1: {name}") for name, value in NO_RESULT],
     "ranges.csv": [("environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b", ": no table of environment")],
     "expert.jsonl": [
         ("", "holds no demonstration"),
-        ("messages,reward\ngo,1\n", ":1: Expecting value"),
         (dump([{"messages": [turn("go", "user")]}]), "demonstration 1 has no action"),
         (dump([{"dialogue": CHAT}]), ":1: messages: Field required"),
-        (json.dumps([{"conversations": [{"from": "human", "value": None}]}]), ":1: "),
-        (
-            dump([{"messages": [turn("be brief", "system"), *CHAT]}]),
-            ":1: messages.0.role: ",
-        ),
-        *((dump([{"messages": messages}]), f"message {n} is out of turn") for n, messages in OUT_OF_TURN.items()),
+        (dump([{"messages": [turn("be brief", "system"), *CHAT]}]), ":1: messages.0.role: "),
+        (chat(turn("here", "user"), LEFT), "message 2 is out of turn"),
         (chat(LEFT, reward=25), ":1: reward: "),
-        (chat(LEFT, system="be brief"), ":1: system: "),
         (chat(turn("", tool_calls=[{"name": "left"}])), ":1: messages.1.tool_calls: "),
         (chat(turn(" ")), ":1: messages: Value error, message 2: content is empty"),
-        (chat({"role": "assistant", "parts": ["left"]}), ":1: messages.1.content: Field required"),
         (dump([{"conversations": [{"from": "human", "text": "go"}]}]), ":1: conversations.0.content: Field required"),
-        (json.dumps([5]), ": Input should be a valid dictionary"),
         (json.dumps([{"messages": CHAT}]) * 2, ": Extra data: line 1 column"),
         (json.dumps({"messages": CHAT}, indent=1), ":1: Expecting property name"),
     ],

@@ -19,12 +19,10 @@ MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=Tr
     ("text", "action"),
     [
         ("Thought: I look.\nAction:   click[Buy Now] \n", "click[Buy Now]"),  # capitals count, as in the engines
-        ("Thought: no action here", "Thought: no action here"),  # goes to the environment as it is
         ("Thought: x\nAction: search[Action: movies]", "search[Action: movies]"),
         ("Action: left\nbut look", "left\nbut look"),  # as in the released code
         # A thought may hold "Action:", wherever it thinks.
         ("Thought: Action: left is a hole.\nAction: right", "right"),
-        ("Thought: no Action: left, but Action: right", "right"),
         ("<think>\nAction: left?\n</think>\n\nThought: no\nAction: right", "right"),
         ("so Action: left?\n</think>\nright<think>Action: left", "right"),  # the prompt began it
         ("<think>Action: left, but", ""),
@@ -56,12 +54,10 @@ PRICES = "a red hat, and price lower than 60.00 dollars"
         ("a red shirt", "✓red cotton✓ shirt"),
         ("a red t-shirt and", "✓Red, shirts and a✓ T-shirt."),
         ("size 8.5", "✓size✓ 8.5 or 8"),
-        ("is it for me", "is it for me"),  # words that every task has say nothing
         (PRICES, "✓red✓ hat [SEP] $60.5 [SEP]✓ $5.0 to $95.5"),  # within its limit
         # With its place on the page, before the place, which is what the agent has to choose first.
         (PRICES, "Thought:✓ 3 $60.0✓ red✓ hat"),
         (PRICES, "Thought: 1 $60.5 to $70.0✓ hat"),
-        ("a red hat", "$5.0 for 5.0"),
         ("买红色衬衫", "✓红✓色帽子 a1"),  # letter by letter where no blanks stand between words
     ],
 )
@@ -143,7 +139,6 @@ def test_the_compact_form_by_hand():
         ("red", "On: red.", "On: red."),  # of one word it is no sentence
         ("buy it", "[SEP] buy it [SEP] buy items", "[SEP]  [SEP] buy items"),
         ("a (b). ", "Your task is to: a (b).", "Your task is to: "),
-        ("", "On: red.", "On: red."),
     ],
 )
 def test_the_tasks_sentence_is_taken_out_of_pages_as_a_whole(task, page, left):
@@ -202,7 +197,6 @@ def test_a_template_thinks_in_no_turn_and_has_the_same_date_every_day():
         CHATML.replace("m.content", "m.content + ('!' if loop.last and m.role == 'user' else '')"),
         LLAMA_2.replace("bos_token", "'.'").replace("eos_token", "'.'"),  # no token ends a turn
         CHATML.replace("assistant\n", "assistant\n<think>\n"),  # as R1's distillations and QwQ
-        CHATML.replace("assistant\n", "assistant\n[THINK]"),
     ],
 )
 def test_a_template_that_writes_later_turns_otherwise_or_ends_none_or_opens_thoughts_is_refused(template):

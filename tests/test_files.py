@@ -4,8 +4,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 from operator import itemgetter
 from pathlib import Path
@@ -168,8 +166,6 @@ def test_an_output_of_another_command_stays_even_with_overwrite(tmp_path):
     one, other = (type(name, (Stage,), {"stage": name}) for name in ("one", "other"))
     outputs.begin(path, one(run=tmp_path), {}, {})
     path.write_text("")
-    with pytest.raises(UserError, match=r"x\.jsonl was begun with stage one, not : another"):
-        outputs.begin(path, type("unnamed", (Stage,), {"stage": ""})(run=tmp_path, overwrite=True), {}, {})
     for overwrite in (False, True):
         with pytest.raises(UserError, match=r"x\.jsonl was begun with stage one, not other: another"):
             outputs.begin(path, other(run=tmp_path, overwrite=overwrite), {}, {})
@@ -177,9 +173,8 @@ def test_an_output_of_another_command_stays_even_with_overwrite(tmp_path):
     assert path.exists()
 
 
-@pytest.mark.parametrize("rank", [3, -1])
-def test_a_rank_that_no_process_has_is_refused(rank):
-    with process(rank, 3), pytest.raises(UserError, match=r"ranks are 0 to 2"):
+def test_a_rank_that_no_process_has_is_refused():
+    with process(3, 3), pytest.raises(UserError, match=r"ranks are 0 to 2"):
         files.share()
 
 
@@ -240,27 +235,6 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
     assert not find()
     (tmp_path / "trees.jsonl").write_text("2")
     assert f"{labels} was made from another {tmp_path / 'trees.jsonl'} than there is now: make it again" in find()
-
-
-def test_a_broken_pipe_is_quiet_where_it_is_stdout_and_told_where_it_is_another():
-    code = """if True:
-        from qlass.settings import run_stage
-        def main():
-            print("begun", flush=True)
-            input()
-            raise BrokenPipeError(32, "Broken pipe")
-        run_stage(main)"""
-    for reads, ends in ((True, (2, "error: [Errno 32] Broken pipe\n")), (False, (141, ""))):
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        with subprocess.Popen(
-            [sys.executable, "-c", code], cwd=Path(q_search.__file__).parent, text=True, **pipes
-        ) as script:
-            assert script.stdout.readline() == "begun\n"
-            if not reads:
-                script.stdout.close()
-            script.stdin.write("go\n")
-            script.stdin.close()
-            assert (script.wait(), script.stderr.read()) == ends
 
 
 # ----------------------------------------------------------------------- a run: its environment, its data, its inputs

@@ -84,7 +84,6 @@ PAGES = ["Task: buy \\1. All off.", "Observation: to buy \\1. Task: buy \\1."]
         (TOLD[2:], "find a shoe", PAGES),
         (TOLD, "find a shoe", ["Shop. To buy \\1 is all.", *PAGES]),
         (TOLD, "red", None),  # the first messages do not say it
-        (TOLD, "hoe", None),
         (TOLD, "", None),
     ],
 )

@@ -14,11 +14,10 @@ from torch.nn.functional import linear
 import q_search
 from environments.alfworld.env import ALFWorldEnv
 from integrations import qlass_evaluation, qlass_release
-from integrations.qlass_evaluation import ALFWorld
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.files import read_jsonl
-from qlass.messages import State, start
+from qlass.messages import State
 
 TOKENIZERS = ["llama-2 first", "llama-2 always", "llama-3"]  # SentencePiece adds a space to a text, or to each part
 EXAMPLE = [{"role": "user", "content": "A room.\n\nYour task is to: look."}, {"from": "gpt", "content": "Action: go"}]
@@ -118,14 +117,6 @@ def test_search_by_the_published_weights(release, made):
     assert line["n_steps"] == 3 and differ
 
 
-def test_the_first_message_holds_instruction_example_and_task(made, capsys):
-    prompt_files()
-    env = ALFWorld("inst.txt", "icl.json", data=made)
-    assert "want the newer `move X to Y`" in capsys.readouterr().err
-    state = start(env, env.task_ids("valid_seen")[0])
-    assert len(state.messages) == 1 and env.max_steps == 40
-
-
 class Bomb(str):
     """Who unpickles it makes a folder of this name."""
 
@@ -138,7 +129,6 @@ class Bomb(str):
     [
         (lambda w: w.update({"mlp.6.weight": torch.ones(1)}), 'Unexpected key.*"mlp.6.weight"'),
         (lambda w: w.update({"mlp.0.weight": torch.ones(8, 32)}), "size mismatch for mlp.0.weight"),
-        (lambda w: w.pop("llama.model.norm.weight"), 'Missing key.*"llama.model.norm.weight"'),
         (lambda w: w.update({"mlp.0.bias": Bomb("struck")}), "Weights only load failed"),
     ],
 )
