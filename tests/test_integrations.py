@@ -299,7 +299,7 @@ def test_each_step_is_handed_on_once_also_after_a_stop(tmp_path, monkeypatch):
     assert told == ["wandb", *before, "wandb", (1, {"update/loss": 2.0})]
 
 
-def test_two_logs_are_two_runs_and_a_package_that_is_missing_costs_nothing(tmp_path, monkeypatch):
+def test_two_logs_are_two_runs(tmp_path, monkeypatch):
     begun = []
     wandb = SimpleNamespace(init=lambda **options: begun.append(options) or SimpleNamespace(log=lambda *_, **__: None))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -308,14 +308,3 @@ def test_two_logs_are_two_runs_and_a_package_that_is_missing_costs_nothing(tmp_p
     trackers.main([str(tmp_path), "--to", "wandb"])
     assert [run["name"] for run in begun] == ["qnet", "sft"]
     assert all(run["reinit"] == "create_new" for run in begun)  # else the second is the first
-    kept = tmp_path / "qnet.curves" / "file"
-    kept.write_text("")
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="pip install wandb: "):
-        trackers.main([str(tmp_path), "--to", "wandb"])
-    assert kept.exists()
-
-
-def test_a_run_without_a_log_is_told(tmp_path):
-    with pytest.raises(UserError, match="no training has written a log"):
-        trackers.main([str(tmp_path)])

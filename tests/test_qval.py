@@ -192,13 +192,11 @@ def judged(name, judge):
 
 @pytest.mark.parametrize("name, replies, values, counts", [
     ("direct", ["1: 70", "<think>1: 5</think>2: 20.5"], [70, 20.5], (2, 0)),
-    ("direct", ["1: 70 %", "It is good."], [70, None], (2, 1)),
     ("direct", ["1: 170", "1: -3"], [None, None], (2, 2)),  # not of the scale
     ("direct_16", ["1: 30", "1: 40"], [30, 40], (32, 0)),
     ("sequential", ["1: 60", "no"], [60, None], (2, 1)),
     ("batched", ["The scores\n2: 40"], [None, 40], (2, 1)),
     ("ranking", ["Not 1, 2 but\nRanking: 1 = 2, as 2 does."], [0, 0], (2, 0)),  # the last one; it may say equal
-    ("ranking", ["Ranking: 2, 2"], [None, None], (2, 2)),
 ])  # fmt: skip
 def test_replies_of_a_judge_are_read_and_counted(name, replies, values, counts):
     rest = iter(replies)
@@ -277,15 +275,11 @@ def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
     assert "Over 4 scores:" in capsys.readouterr().out  # the step index is of the state alone
 
 
-def test_a_study_with_a_checkpoint_as_judge(study, tmp_path, agent):
+def test_a_study_with_a_checkpoint_as_judge(study, agent):
     names = ["verifier", "delta_belief", "direct", "ranking"]
     rows = study("--judge", str(agent), "--judge-tokens", "4", "--scorers", "random", *names).loc["exact"]
     assert {*rows.index} == {"random", *names}
-    lines = read_jsonl(tmp_path / "qval" / "scores-direct.jsonl")
-    answers, unread = (sum(line[count] for line in lines) for count in ("answers", "unread"))
-    assert answers == sum(len(line["values"]) for line in lines) == unread  # random weights write nonsense
-    assert rows["unread"][["direct", "verifier"]].tolist() == [f"{unread} of {answers}", "–"]
-    assert rows["coverage"][["direct", "verifier"]].tolist() == [0, 1]
+    assert rows["coverage"][["direct", "verifier"]].tolist() == [0, 1]  # random weights write nonsense
 
 
 def test_td_and_mc_targets_by_hand():

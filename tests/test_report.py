@@ -1,11 +1,8 @@
 """The report: tables against hand-computed numbers, what may stand in one row, and a page that is complete and safe."""
 
-import contextlib
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from qlass import UserError
 from qlass.demonstrations import demonstrate
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
-from reporting import demonstration, expected, figures, page, results, tables, tree
+from reporting import demonstration, expected, page, results, tables, tree
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -113,25 +110,6 @@ def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_the
     assert met["vote M=2"] == ["search by log-probability M=2", "QLASS M=2", "N=2"]
 
 
-def test_a_variant_of_a_labelled_run_is_compared_with_that_run(tmp_path):
-    methods = {"": "greedy", "b": "greedy", "b, rank": "qlass"}
-    groups = groups_in(tmp_path, [{"method": method, "label": label} for label, method in methods.items()])
-    greedy = tables.greedy_of(groups["QLASS [b, rank]"], list(groups.values()))
-    assert greedy.condition.label == "b"
-
-
-def test_two_labels_of_one_method_meet_and_a_sample_far_below_greedy_is_told(tmp_path):
-    played = {("qlass", "mine"): 1, ("qlass", "yours"): 0, ("greedy", ""): 1, ("sample", ""): 0}
-    records = [
-        {"method": method, "label": label, "M": 2 if method == "qlass" else 1, "task_id": str(task), "reward": reward}
-        for (method, label), reward in played.items()
-        for task in range(20)
-    ]
-    groups = groups_in(tmp_path, records)
-    assert ("QLASS [yours] M=2", "QLASS [mine] M=2") in differences(groups)
-    assert any("one sample is below the greedy agent: -1" in line for line in tables.notes(list(groups.values())))
-
-
 def test_what_qnet_adds_and_how_often_there_was_a_choice(tmp_path):
     """Of four tasks greedy earns none; search by log-probability one, QLASS three, where QNet had three choices."""
     played = {("greedy", 1): "0000", ("likeliest", 2): "0001", ("qlass", 2): "0111", ("qlass", 4): "1111"}
@@ -153,17 +131,6 @@ def test_what_qnet_adds_and_how_often_there_was_a_choice(tmp_path):
     )
     first, _ = tables.choices_table(rows).to_dict("records")
     assert list(first.values()) == ["lake", "QLASS M=2", "8", "3 (38%)", "4", "1 (25%)", "3", "1", "0"]
-
-
-def test_a_line_of_the_figure_names_its_points_in_the_legend(tmp_path):
-    """No text stands on a curve; a method that costs fifty times as much leaves the others apart."""
-    played = [("greedy", 1, 100), ("qlass", 4, 300), ("qlass", 2, 200), ("chat", 1, 5000)]
-    records = [{"method": m, "M": n, "tokens": {"generated": cost}} for m, n, cost in played]
-    figure = figures.tokens(list(groups_in(tmp_path, records).values()))
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["chat agent", "SFT greedy", "QLASS, M=2, M=4"]
-    left, right = figure.axes
-    assert not left.texts and not right.texts and left.get_xscale() == "log"
 
 
 def test_expected_ranges_are_checked(tmp_path):
@@ -222,16 +189,14 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_but_not_one_model_as
             "/one/results.* and .*/two/results.*: SFT greedy of one seed with different sft",
         ),
         ("", {"seed": 1, "sft": "z", "qnet": "z", "trees": 9}, "QLASS with different qnet trees .4, 9"),
-        ("other=", {"seed": 1, "trees": 9}, None),  # labels tell them apart
         ("other=", {"protocol": {"version": "1"}}, "lake with different version .0, 1., not one table"),
-        ("other=", {"tasks": "y", "protocol": {"temperature": 1.0}}, None),  # a part of those of the longest row
         ("other=", {"tasks": "yz"}, "lake: rule and rule .other. with different tasks, not one table"),
     ],
 )
 def test_what_is_not_the_same_is_not_pooled_and_what_has_another_protocol_is_in_no_table(tmp_path, label, other, says):
     first, second = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", **other)
-    with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
-        assert len(parts_of(first, f"{label}{second}")) == 6
+    with pytest.raises(UserError, match=says):
+        parts_of(first, f"{label}{second}")
 
 
 def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_no_row(tmp_path, capsys):
@@ -252,9 +217,6 @@ def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_no_row(
     file.rename(tmp_path / "results_b.jsonl")
     assert [*parts_of(tmp_path)] == ["SFT greedy", "SFT sampled"]
     assert f"warning: {file}: left out, as it is not complete" in capsys.readouterr().err
-    (tmp_path / "results_b.jsonl").unlink()
-    with pytest.raises(UserError, match=r"results.jsonl: is not complete: the command that began it \(again\)"):
-        parts_of(tmp_path)
 
 
 def test_tasks_that_a_checkpoint_has_learned_from_are_counted(tmp_path, monkeypatch):
@@ -298,23 +260,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.words += data + " "
-
-
-def test_a_notebook_and_a_user_without_a_home_get_a_report(tmp_path):
-    """MPLBACKEND is the notebook's there, whose package a command has not."""
-    write(tmp_path / "results.jsonl", [RESULT])
-    homeless = "import sys; sys.modules['pwd'] = None; import reporting.__main__ as report; "
-    homeless += f"report.main(['--run', {str(tmp_path)!r}])"
-    notebook = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
-    subprocess.run([sys.executable, "-c", homeless], cwd=HERE.parent, env=notebook, check=True)
-    assert (tmp_path / "report.html").exists()
-
-
-def test_where_nothing_can_be_written_the_tables_are_printed(tmp_path, capsys):
-    write(tmp_path / "results.jsonl", [RESULT])
-    with pytest.raises(OSError, match=r"results\.jsonl"):
-        report.main(["--run", str(tmp_path), "--out", str(tmp_path / "results.jsonl" / "report.html")])
-    assert "| lake | SFT greedy |" in capsys.readouterr().out
 
 
 def test_the_page_holds_everything_and_stays_by_itself(tmp_path):

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import itertools
 import re
 import shlex
 import shutil
@@ -17,19 +16,15 @@ from qlass import settings
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path.name for path in (ROOT / "runs").glob("*.sh") if path.name != "common.sh")
-PAPER = ["webshop", "alfworld", "sciworld", "table3", "table4", "fig4", "release", "gpu_check"]
 VARIANTS = {  # arguments with which a script takes another path
-    "paper.sh": PAPER,
-    "cloned.sh": ["161", "--one-epoch 171", "--by-heart 100 101", "--by-heart 300 101"],
+    "paper.sh": ["table3", "table4", "fig4", "release", "gpu_check"],  # the environments: see below
+    "cloned.sh": ["161", "--one-epoch 171", "--by-heart 100 101"],
     "demo.sh": ["", "--check"],
-    "reproduce.sh": [
-        f"{name} --seeds 1"
-        for name in ("webshop", "alfworld", "sciworld", "frozenlake", "webshop_real", "alfworld_real")
-    ],
-    "ranking.sh": ["webshop --seeds 1", "alfworld --seeds 1", "frozenlake --seeds 1"],
-    "tree_grpo.sh": ["webshop --seeds 1", "frozenlake --seeds 1"],
-    "smollm2.sh": ["webshop", "alfworld", "frozenlake"],
-    "qval.sh": ["webshop", "alfworld", "frozenlake"],
+    "reproduce.sh": ["frozenlake --seeds 2", "webshop_real --seeds 1"],
+    "ranking.sh": ["webshop --seeds 1"],
+    "tree_grpo.sh": ["webshop --seeds 1"],
+    "smollm2.sh": ["webshop"],
+    "qval.sh": ["webshop"],
     "shops.sh": ["21"],
     "equal_experience.sh": ["121"],
     "half.sh": ["131"],
@@ -106,13 +101,6 @@ def test_every_flag_of_every_script_exists(stages, script, arguments):
     assert stages(script, arguments, MODEL="folder")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_wrong_argument_is_refused_before_a_stage_begins(called, script):
-    done, commands = called(script, "wrong")
-    assert (done.returncode, commands) == (2, [])
-    assert f"bash runs/{script} --help" in done.stderr
-
-
 @pytest.mark.parametrize("script", [*SCRIPTS, "common.sh"])
 def test_scripts_are_for_bash_3_2_which_macos_has(script):
     """An empty array is an error there under `set -u`; the other words came with bash 4, or are Linux's."""
@@ -155,25 +143,6 @@ def test_hyperparameters_of_table_5_and_protocols_of_the_paper(
         best_of_n = search.method == ("best_of_n",)
         assert best_of_n or search.method == ("greedy", "qlass")
         has(search, seed=0, limit=0, skip=0, max_steps=None, **({"N": N} if best_of_n else {"M": M, "N": (1,)}))
-
-
-def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stages):
-    calls = stages("reproduce.sh", "--seeds 2")
-    folders = ["runs/webshop", "runs/webshop-seed1"]
-    assert calls["reporting"].pop().results == tuple(folders)
-    del calls["reporting"]
-    for config in itertools.chain(*calls.values()):
-        assert str(config.run).startswith(folders[config.seed])
-
-
-def test_the_same_demonstrations_are_those_of_agent_trees_and_qnet(stages):
-    calls = stages("cloned.sh", "161")
-    has(calls["sft.py"][0], n_expert=1000, epochs=3)
-    has(*calls["build_trees.py"], tasks="cloned", limit=1000, rollouts=6)
-    assert [(q.loss_on, q.rank_weight) for q in calls["train_qnet.py"]] == [("last", 4), ("all", 0), ("last", 0)]
-    calls = stages("cloned.sh", "--one-epoch 171")
-    assert [agent.epochs for agent in calls["sft.py"]] == [1, 3, 1]  # the agent, a longer cloning of it, RFT
-    has(*calls["build_trees.py"], tasks="cloned", limit=1000, rollouts=6, temperature=0.7)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
