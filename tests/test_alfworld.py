@@ -210,8 +210,8 @@ def write(folder, **texts):
         path.write_text(text)
 
 
-# As annotators of ALFRED write: of a treatment in other words, of none, and with another one; in the types' own names.
-PEOPLE = ["Put the washed fruit away", "put a apple on the countertop.", "put a hot apple in countertop."]
+# As annotators of ALFRED write: of a treatment in other words, and with another one.
+PEOPLE = ["Put the washed fruit away", "put a hot apple in countertop."]
 
 
 @pytest.mark.parametrize("sentence", [*PEOPLE, "Place a clean apple on the countertop."])
@@ -231,7 +231,6 @@ def test_a_task_in_an_annotators_words_is_played_for_the_goal_and_without_though
 @pytest.mark.parametrize(("change", "words"), [
     (lambda text: text.replace('"solvable": true', '"solvable": null'), "does not say whether it is solvable"),
     (lambda text: text.replace('"solvable": true', '"solvable": false'), "is marked as unsolvable"),
-    (lambda text: text[:900], "the file may be truncated"),
 ])  # fmt: skip
 def test_a_broken_game_is_skipped_as_by_the_original_and_not_called_unsolvable(made, tmp_path, caplog, change, words):
     good = next(made.rglob("game.tw-pddl")).read_text()

@@ -110,7 +110,6 @@ def test_a_demonstration_goes_on_where_the_agent_was_cut(steps, source):
         (RR, 5, None),
         ((*RR, "right"), 1, None),  # recorded with more steps than there are now
         ((*RL, "left"), 5, "2 of 3 recorded actions end the episode"),
-        ((*RR, "right", "left"), 1, "3 of 4 recorded actions end the episode"),
     ],
 )
 def test_recorded_actions_are_played_to_their_end(recorded, limit, says):
@@ -195,17 +194,6 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
 # ---------------------------------------------------------------------------------------------------------- the file
 
 
-def test_a_tree_in_lines():
-    _, _, root, env = grow(SCRIPT, with_expert=True)
-    records = tree_records(env, "train0", root, [0.5, 0.4])
-    assert [r["node_id"] for r in records] == list(range(10)) and records[0]["nodes"] == 10
-    assert [r["parent_id"] for r in records] == [None, 0, 1, 2, 1, 0, 5, 5, 7, 7]
-    first = [m["content"] for m in records[0]["messages"]]
-    assert (first, records[0]["task"]) == (["walk", "OK", "you stand at start"], "find the purse")
-    assert records[1]["observation"] == "Observation: you stand at start left"
-    assert [r["node_id"] for r in records if r["expert"]] == [5, 7, 9]
-
-
 @pytest.fixture
 def build(tmp_path, agent, fake_world):
     def command(*more: str, out: str = "trees.jsonl") -> bytes:
@@ -233,9 +221,7 @@ def test_the_file_is_the_same_whatever_the_batch(build, tmp_path, monkeypatch):
     assert build("--seed", "1", out="other.jsonl") != whole
 
 
-@pytest.mark.parametrize(
-    ("flags", "own", "lowest"), [([], 5, 2), (["--steps", "1"], 5, 1), (["--steps", "9"], 1, 1), ([], None, 2)]
-)
+@pytest.mark.parametrize(("flags", "own", "lowest"), [([], 5, 2), (["--steps", "1"], 5, 1), (["--steps", "9"], 1, 1)])
 def test_new_tasks_are_the_last_ones_and_the_agent_keeps_the_lowest_step_limit(flags, own, lowest, build, monkeypatch):
     monkeypatch.setattr(FakeEnv, "tree_steps", 2)
     monkeypatch.setattr(FakeEnv, "max_steps", own)

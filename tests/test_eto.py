@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from fakes import FakeEnv, dump, tiny_lm, word_chat
+from fakes import FakeEnv, tiny_lm, word_chat
 from test_bellman import node
 from torch.testing import assert_close
 
@@ -13,7 +13,6 @@ from experiments.eto import Preference, dpo_loss, failures, pack_preferences, si
 from experiments.learning import Learner
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
-from qlass.files import read_jsonl
 from qlass.messages import State, parse_action, react
 from qlass.policy import Policy
 
@@ -118,16 +117,3 @@ def test_beta_and_the_reference_are_what_is_trained_with(pairs):
     (pack,) = pack_preferences(chat, pairs, 2048)
     expected = dpo_loss(pack.logprobs(once), pack.logprobs(begun), 0.3).mean().item()
     assert losses == pytest.approx([math.log(2), expected], abs=1e-5) and expected < math.log(2)
-
-
-def test_it_learns_from_siblings(fake_world, agent, tmp_path):
-    labelled = tree((0, "Action: left", 0.0), (0, "Action: right", 1.0))
-    (tmp_path / "q_labels.jsonl").write_text(dump(labelled))
-    flags = ["--lr", "0.003", "--val", "1", "--batch-tasks", "1", "--budget", "400", "--every", "100"]
-    run = ["--env", "frozenlake", "--run", str(tmp_path), "--preset", "paper", "--sft", str(agent)]
-
-    eto.main([*run, *flags, "--pairs", "siblings"])
-
-    lines = read_jsonl(tmp_path / "sft-eto-siblings.updates.jsonl")
-    assert lines[-1]["loss"] < lines[1]["loss"] and lines[-1]["right"] == 1
-    assert {line["env_steps"] for line in lines[1:]} == {2}  # those of the tree, once

@@ -151,8 +151,6 @@ def test_no_reward_is_looked_at_before_the_end(rewards, method):
         (GREEDY, {}, {"prompt": 3 + 6 + 8, "generated": 2 * 3, "scored": 0}, 2),
         # right right right: two actions a step; each read and scored once
         (Method("qlass", "q", M=2), BOTH, {"prompt": 26, "generated": 3 * 2 * 3, "scored": 26 + 3 * 2 * 5}, 3),
-        # four draws a step, two candidates
-        (Method("qlass", "q", M=4), BOTH, {"prompt": 26, "generated": 3 * 4 * 3, "scored": 26 + 3 * 2 * 5}, 3),
         # left left, right left, right right left: four states, six actions, each read once whatever trajectories share
         (Method("best_of_n", N=3, select="q"), THREE, {"prompt": 3 + 6 + 8 + 8 + 9, "generated": 21, "scored": 64}, 7),
         (Method("best_of_n", N=3, select="oracle"), THREE, {"prompt": 34, "generated": 21, "scored": 0}, 7),

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import FakeEnv, over, settings_of, tiny_lm, word_chat
-from test_checkpoints import mamba
 
 import q_search
 import sft
@@ -169,14 +168,11 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(clone, tmp_p
     assert other.instruction == "walk"
 
 
-def test_a_file_that_begins_in_two_ways_is_not_cloned(clone, tmp_path, capsys):
+def test_a_file_that_begins_in_two_ways_is_not_cloned(clone, tmp_path):
     lines = [demonstrations.demonstrate(FakeEnv(), task) for task in ("train0", "train1")]
-    lines[1]["messages"][-1]["content"] = "Action: fly"
     (tmp_path / "mine.json").write_text(json.dumps([*lines, ETO]))
     with pytest.raises(UserError, match=r"demonstration 3 begins with \['You are shopping.', 'OK'\]"):
         clone("--expert", str(tmp_path / "mine.json"))
-    clone("--expert", str(tmp_path / "mine.json"), "--n-expert", "2")
-    assert "1 demonstrations earn another reward here" in capsys.readouterr().err
 
 
 def test_first_messages_are_not_those_of_the_checkpoint_that_is_cloned_on(clone, tmp_path):
@@ -239,10 +235,7 @@ def test_of_actions_behind_which_the_turn_ends_the_share_by_hand(monkeypatch):
 def test_an_agent_that_has_not_learned_to_end_its_turns_is_told(clone, tmp_path, capsys):
     clone("--n-expert", "2")
     assert "its texts will run on" in capsys.readouterr().err
-    clone("--n-expert", "2", "--epochs", "60", "--lr", "0.01", out="more")
-    assert "run on" not in capsys.readouterr().err
-    shares = [meta_of(tmp_path / name)["ends"] for name in ("sft", "more")]
-    assert shares[0] < 0.9 < shares[1]
+    assert meta_of(tmp_path / "sft")["ends"] < 0.9
 
 
 def test_no_answer_is_cut_in_play_that_was_learned(clone, tmp_path):
@@ -251,22 +244,13 @@ def test_no_answer_is_cut_in_play_that_was_learned(clone, tmp_path):
     assert agent.chat.rendering.max_new_tokens == len(agent.chat.action("Thought: this way\nAction: right", "")) > 3
 
 
-def test_a_model_that_reads_no_token_tree_is_cloned_with_plain(clone, tmp_path):
-    mamba(tmp_path / "model")
-    with pytest.raises(UserError, match="--plain"):
-        clone("--n-expert", "2")
-    clone("--n-expert", "2", "--plain", play=("--plain",))
-
-
 def test_control_tokens_in_a_demonstration_are_refused(clone, tmp_path):
     """As of a chat template that was applied before: they would be learned as letters."""
-    first, agreement, page, action = ETO["conversations"][:4]
-    told = [first, agreement, page, action | {"value": "Action: a<end>"}]
-    agreed = [first, agreement | {"value": "OK<end>"}, page, action]
-    for number, files in ((2, [ETO, {"conversations": told}]), (1, [{"conversations": agreed}])):
-        (tmp_path / "eto.json").write_text(json.dumps(files))
-        with pytest.raises(UserError, match=f"demonstration {number}: remove '<end>' from its answers"):
-            clone("--expert", str(tmp_path / "eto.json"))
+    *before, action = ETO["conversations"]
+    told = [*before, action | {"value": "Action: a<end>"}]
+    (tmp_path / "eto.json").write_text(json.dumps([ETO, {"conversations": told}]))
+    with pytest.raises(UserError, match="demonstration 2: remove '<end>' from its answers"):
+        clone("--expert", str(tmp_path / "eto.json"))
 
 
 def test_an_answer_with_a_text_that_ends_answers_is_refused():
@@ -302,11 +286,8 @@ WHOLE = "walkyou stand at start"
     [
         ([begun(*TOLD), begun("find the purse", *TOLD[1:])], 2),  # the goal stands in the first message
         ([begun(*TOLD), begun("walk", "I see.", *TOLD[2:])], 2),
-        ([begun("walk", plan, "you", "Action: left") for plan in ("first left", "first left", "then right")], 3),
         ([begun(*TOLD), begun(WHOLE, "Action: left", task="train1")], 2),
-        ([begun(WHOLE, "Action: left", task="train1"), begun(*TOLD)], 2),
         ([begun("walk", "Sure, I will help.", "you stand", "left", task="train0")], 1),  # no action, and no agreement
-        ([begun(WHOLE, "left", task="train0"), begun(f"run{WHOLE}", "left", task="train1")], 2),
         ([begun(WHOLE, "left")], 1),  # of whatever task
     ],
 )

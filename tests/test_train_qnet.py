@@ -2,7 +2,6 @@
 
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -184,14 +183,6 @@ def test_the_head_is_in_full_width_where_the_backbone_is_not():
     with torch.autocast("cpu", torch.bfloat16):
         values = qnet().values(TREE[0].state, TREE[0].action)
     assert not torch.equal(values, values.bfloat16().float())
-
-
-def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, monkeypatch):
-    monkeypatch.setattr("qlass.fast.parity.check", mock.Mock(side_effect=UserError("--plain reads it")))
-    with pytest.raises(UserError, match="--plain"):
-        train()
-    train("--plain")
-    assert 0 <= meta_of(tmp_path / "qnet")["held_out"]["sibling_accuracy"] <= 1
 
 
 def test_the_trees_of_every_tenth_task_are_held_out():
