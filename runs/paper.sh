@@ -25,7 +25,7 @@ ENV= ENVS="webshop alfworld sciworld table3 table4 fig4 release gpu_check" run=$
 [ -n "$ENV" ] || fail "name an experiment: $ENVS"
 no_flags "$@"
 train=("$PYTHON")
-[ -z "$GPUS" ] || train=(torchrun --nproc-per-node "$GPUS" --) FITS=${FITS:---gradient-checkpointing}
+[ -z "$GPUS" ] || train=(torchrun --nproc_per_node "$GPUS" --) FITS=${FITS:---gradient-checkpointing}
 [ "$ENV" != table4 ] || MODEL=${MODEL:-meta-llama/Llama-2-13b-chat-hf}
 MODEL=${MODEL:-meta-llama/Llama-2-7b-chat-hf}  # any HuggingFace name or folder
 NAME=${NAME:-$(basename "$MODEL")-$SEED}       # names the run folder
