@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -31,9 +30,9 @@ def blocks(sees: np.ndarray, queries: np.ndarray, start: int) -> Iterator[Block]
 
 
 def select(x: Tensor, places: list[Tensor]) -> list[Tensor]:
-    """x (B, heads, T, head dim) at the places of each block: (1, heads, n, head dim) each."""
+    """x (B, heads, T, head dim) at the places of each block: (heads, n, head dim) each."""
     rows = x.transpose(1, 2).flatten(0, 1).index_select(0, torch.cat(places))
-    return [block.transpose(0, 1)[None] for block in rows.split(list(map(len, places)))]
+    return [block.transpose(0, 1) for block in rows.split(list(map(len, places)))]
 
 
 def attention(
@@ -42,22 +41,23 @@ def attention(
     """transformers' "sdpa". With the option `blocks`, of all layers and of the last one, it returns
     0 for a token that is no query of a block."""
     of_layer = options.pop("blocks", None)
-    if mask is None or of_layer is None:
+    if mask is None or not of_layer or q.dtype != mask.dtype or options.get("dropout"):
         return sdpa_attention_forward(module, q, k, v, mask, **options)
     last = module.layer_idx == module.config.num_hidden_layers - 1
     queries, keys = map(list, zip(*of_layer[last], strict=True))
-    more = {"dropout_p": options.get("dropout", 0.0), "scale": options.get("scaling")}
-    batch, heads, width, _ = q.shape
+    batch, heads, width, size = q.shape
+    scale = options.get("scaling") or size**-0.5
+    k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     bias = mask.flatten(0, 2)  # (B T, T)
-    rows = []
     selected = select(q, queries), select(k, keys), select(v, keys)
-    for block, seen, *qkv in zip(queries, keys, *selected, strict=True):
+    rows = []
+    for block, seen, q_block, k_block, v_block in zip(queries, keys, *selected, strict=True):
         of_block = bias[block][:, seen % width]
-        out = scaled_dot_product_attention(*qkv, of_block, enable_gqa=k.shape[1] < heads, **more)
-        rows.append(out[0].transpose(0, 1))
-    found = torch.cat(rows)
-    every = found.new_zeros(batch * width, *found.shape[1:])
-    return every.index_copy(0, torch.cat(queries), found).unflatten(0, (batch, width)), None
+        scores = torch.baddbmm(of_block, q_block, k_block.mT, alpha=scale)
+        rows.append((scores.softmax(-1) @ v_block).transpose(0, 1))
+    out = torch.cat(rows)
+    every = out.new_zeros(batch * width, *out.shape[1:])
+    return every.index_copy(0, torch.cat(queries), out).unflatten(0, (batch, width)), None
 
 
 AttentionInterface.register("sdpa", attention)
