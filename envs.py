@@ -54,7 +54,7 @@ OVER = "The episode is over."  # the answer to a step after the end
 
 
 class TextEnv(Hooks, gymnasium.Env):
-    """What every stage relies on; each environment writes the part below the line.
+    """The interface that every stage relies on; each environment writes the part below the line.
 
     `Hooks` has the methods that are optional.
     """
@@ -186,7 +186,7 @@ class TextEnv(Hooks, gymnasium.Env):
     # -------------------------------------------------------------------- what it may write besides
 
     def info(self) -> dict[str, Any]:
-        """What `reset` and `step` report beside the observation."""
+        """The report of `reset` and `step` beside the observation."""
         actions = self.valid_actions()
         return {"task_id": self.task_id, "task": self.task, "valid_actions": actions}
 
@@ -206,12 +206,12 @@ class TextEnv(Hooks, gymnasium.Env):
         return action
 
     def knows(self, action: str) -> bool:
-        """Whether it would act on this text now."""
+        """True if it would act on this text now."""
         valid = self.valid_actions()
         return not valid or self.canonical(action) in map(self.canonical, valid)
 
     def reward_if_cut(self) -> float:
-        """What the environment pays if the episode is cut here, by a limit of steps."""
+        """The reward if a limit of steps stops the episode here."""
         return 0.0
 
     # A player yields (thought, action); its caller steps this environment between two of them.

@@ -126,7 +126,7 @@ class Method:
         return self.outcome(chat, best, episodes)
 
     def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:
-        """What a result line tells of all episodes, of which the best counts."""
+        """Return the fields of a result line; `best` is the episode that counts."""
         return results.describe(best, episodes, results.costs_of(chat, episodes, self.read_by_qnet))
 
     async def draw(
@@ -240,7 +240,7 @@ def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:
 
 
 def load(config: Config, env: envs.TextEnv, plan: Sequence[Any]) -> tuple[Chat, Models, Inputs]:
-    """The agent's Chat, what answers the requests of these methods, and the checkpoints that do."""
+    """Return the agent's Chat, a function for each type of request, and both models' folders."""
     if config.server and any(method.by == "likelihood" for method in plan):
         raise UserError("--method likeliest: a server does not tell the pi(a | s) of its draws")
     outputs.check(config.path, config, config.recipe() | env.settings)
@@ -268,7 +268,7 @@ def find_qnet(config: Config) -> Path | None:
 
 
 def load_scorer(config: Config) -> tuple[Any, Path]:
-    """What answers Score requests, and the folder of its QNet."""
+    """Return a function that answers Score requests, and the folder of its QNet."""
     qnet = find_qnet(config)
     if qnet is None:
         from qlass.served import ServedQNet
@@ -291,9 +291,8 @@ def evaluate(
 ) -> None:
     """Play the tasks by each method of the plan: a line of results.jsonl as each ends.
 
-    A method has `settings()`, which tell it apart, its text, and `play`: from an environment, a
-    task and the agent's Chat a coroutine, which returns the outcome. inputs: agent, QNet, and what
-    else results are made from.
+    A method needs `settings()` (the fields that identify it), `str()`, and `play(env, task_id,
+    chat)`, a coroutine that returns the outcome. inputs: the folders that results are made from.
     """
     if not plan:
         raise UserError("no method to play: --method and -M have one value or more")

@@ -114,7 +114,7 @@ class Example:
 
     @property
     def targets(self) -> int:
-        """How many tokens the agent wrote."""
+        """The number of tokens that the agent wrote."""
         return len(self.labels) - self.labels.count(NO_TARGET)
 
 

@@ -100,7 +100,7 @@ def options_of(kind: Callable, words: Iterable[str]) -> dict[str, Any]:
 
 
 def from_json(text: str) -> Any:
-    """What a text says as JSON; a text that is no JSON itself."""
+    """Read a text as JSON; a text that is no JSON stays as it is."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -21,7 +21,7 @@ class Hooks:
         return self.max_steps
 
     def subject(self, task_id: str) -> str:
-        """What a task is about: an agent that learned one task of a subject knows the others."""
+        """The subject of a task: an agent that learned one task of a subject knows the others."""
         return task_id
 
     def block(self, task_id: str) -> str:
@@ -29,7 +29,7 @@ class Hooks:
         return self.subject(task_id)
 
     def picture(self, observation: str) -> str:
-        """What `reporting.show` draws below an observation."""
+        """The picture that `reporting.show` draws below an observation."""
         return ""
 
     def published_id(self, record: dict) -> str | None:

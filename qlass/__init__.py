@@ -1,4 +1,4 @@
-"""What the stages share."""
+"""The library of the stages."""
 
 import sys
 from types import TracebackType

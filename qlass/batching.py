@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 
 class Request(Generic[Answer]):
-    """What an algorithm awaits of a model: `drive` takes it, and gives the answer back."""
+    """A question that an algorithm awaits: `drive` takes it, and gives the answer back."""
 
     def __await__(self) -> Generator[Request, Answer, Answer]:
         return (yield self)

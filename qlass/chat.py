@@ -1,4 +1,4 @@
-"""How a state becomes tokens: by the model's own chat template, for every stage alike."""
+"""Tokens of a state, by the model's own chat template, for every stage alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DAY = datetime.datetime(2024, 7, 26)  # today, to a template that asks; Llama 3'
 
 @pydantic.dataclasses.dataclass(config={"extra": "forbid"})
 class Rendering:
-    """How a checkpoint reads and writes: its `policy.json`. The defaults are the paper's."""
+    """A checkpoint's way to read and write, its `policy.json`. The defaults are the paper's."""
 
     temperature: Number = 0.7  # App. A.4
     max_new_tokens: pydantic.PositiveInt = 256
@@ -63,7 +63,7 @@ class Rendering:
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """What a model's chat template writes around the contents of a chat:
+    """The texts that a model's chat template writes around the contents of a chat:
 
         begin USER ask lead ASSISTANT stop turn USER ask lead ASSISTANT stop ...
 
@@ -121,8 +121,8 @@ def any_of(texts: Iterable[str]) -> re.Pattern:
 
 
 class Chat:
-    """Messages -> tokens, one list per message: a state's tokens begin those of every later state,
-    but where the environment is Markov, or old turns are left out beyond the model's context.
+    """Messages -> tokens, one list per message: a state's tokens are a prefix of every later
+    state's. Exceptions: Markov environments, and prompts cut to fit the context.
 
     The model's chat template is read once, as strings around the contents. Eq. (5) trains what the
     assistant writes, with `stop`, which ends the turn. A control token in a message is mere text.
@@ -189,7 +189,7 @@ class Chat:
         return self.action_in(self.tokenizer.decode(written, skip_special_tokens=True))
 
     def ended(self, ids: Sequence[int]) -> bool:
-        """Whether the agent's turn ends with the last of the tokens that it wrote: by one that ends
+        """True if the agent's turn ends with the last of the tokens that it wrote: by one that ends
         a turn, or by one of the stop texts."""
         stops = self.rendering.stop
         longest = max((len(stop.encode()) for stop in stops), default=0)  # a token may be a byte
@@ -197,7 +197,7 @@ class Chat:
         return ids[-1] in self.stop_ids or any(stop in tail for stop in stops)
 
     def action_in(self, text: str) -> str:
-        """What a model wrote -> the action in it, up to the first stop text."""
+        """Return the action in a model's text, up to the first stop text."""
         return self.aids.unmark(any_of(self.rendering.stop).split(text)[0]).strip()
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
@@ -228,5 +228,5 @@ class Chat:
         return 1 + state.opening * self.aids.keep_instruction
 
     def is_truncated(self, state: State) -> bool:
-        """Whether its prompt lacks old turns."""
+        """True if its prompt lacks old turns."""
         return len(self.prompt_tokens(state)) < len(self.message_tokens(state))

@@ -57,7 +57,7 @@ def write_jsonl(path: Path, records: Iterable[dict]) -> None:
 
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Where to write a file or a folder that takes the place of `path` when the block ends well."""
+    """Yield a draft of a file or folder, which becomes `path` when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft{share()[0]}")
     remove(draft)  # of a call that was killed
@@ -88,7 +88,7 @@ def lock(path: Path) -> FileLock:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, or of the files of a checkpoint's folder that are loaded."""
+    """The hash of a file, or of the files of a checkpoint's folder that are loaded."""
     total = hashlib.sha256()
     for file in files_of(path) if path.is_dir() else [path]:
         total.update(hash_of(file, file.stat().st_mtime_ns))
@@ -146,6 +146,6 @@ def parts_folder(output: Path) -> Path:
 
 
 def input_of(output: Path, name: str) -> Path | None:
-    """Where an input of an output was; None: there was none."""
+    """The path of an output's input, from its metadata; None if it had no such input."""
     place = meta_of(output)["inputs"].get(name)
     return output.parent / place if place else None

@@ -127,7 +127,7 @@ def react(thought: str, action: str) -> str:
 
 
 def without_thinking(text: str) -> str:
-    """What a model says after its thoughts between marks; nothing if these have no end."""
+    """The text behind a model's marked thoughts; empty if these have no end."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 

@@ -193,7 +193,7 @@ def full_weights(model: Any, folder: Path, config: Model, adapter: Any = None) -
 
 
 def neutral(chat: Chat) -> hf.GenerationConfig:
-    """How a model's texts end, and nothing else of how they are drawn, which a request says."""
+    """A generation config with the ends of texts alone; a request says how they are drawn."""
     ends, pad = sorted(chat.stop_ids), chat.tokenizer.pad_token_id
     return hf.GenerationConfig(eos_token_id=ends, pad_token_id=pad)
 

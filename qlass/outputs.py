@@ -1,4 +1,4 @@
-"""What the stages write: complete or absent, made again by the same command, byte for byte.
+"""Outputs of the stages: complete or absent, made again by the same command, byte for byte.
 
     RUN/settings.toml       the settings of all stages, environment and seed too
     RUN/trees.jsonl         an output
@@ -202,7 +202,7 @@ def check(
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], inputs: Iterable[str]) -> str:
-    """Where two recipes differ, in words: an input by its name alone, any other by both values.
+    """Differences of two recipes, in words: an input by its name alone, any other by both values.
     A precision of None is not known yet."""
     names = [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
     if new.get("precision") is None:
@@ -244,8 +244,8 @@ class Output:
         return list(itertools.chain(*self.groups.values()))
 
     def read(self) -> None:
-        """All groups that are done, by their keys. The parts first: where another process finishes
-        meanwhile, and removes them, the output has all."""
+        """Read all finished groups. The parts come first: if another process finishes in between
+        and deletes them, the output already has their groups."""
         parts: dict[Any, list[dict]] = {}
         with contextlib.suppress(FileNotFoundError):
             for part in sorted(self.part.parent.glob("*.jsonl")):
@@ -259,7 +259,7 @@ class Output:
         self.named = set(finished)  # what the output has already
 
     def todo(self, keys: Sequence[Any]) -> list[Any]:
-        """What is missing of this process's share."""
+        """The missing keys of this process's share."""
         if not keys:
             raise UserError(f"{self.path}: no tasks are left to play")
         rank, n = share()

@@ -71,7 +71,7 @@ class Policy:
         prompt = self.chat.prompt(request.state)
 
         def ended(read: Tensor, scores: Any) -> Tensor:
-            """Whether the turn ends, of each row of a batch of one."""
+            """True for the row of a batch of one if its turn ends."""
             return torch.tensor([self.chat.ended(read[0, len(prompt) :].tolist())], device=device)
 
         (tokens,) = self.model.generate(
@@ -166,7 +166,7 @@ class Policy:
 
     @torch.inference_mode()
     def logits(self, prompt: list[int], ids: list[int]) -> Tensor:
-        """Of each token after the prompt, as predicted before it: (len(ids), V)."""
+        """The logits of each token after the prompt, as predicted before it: (len(ids), V)."""
         tokens = torch.tensor([prompt + ids], device=self.model.device)
         logits = self.model(input_ids=tokens, use_cache=False).logits[0]
         return logits[len(prompt) - 1 : -1].float()  # the last one predicts what follows the text

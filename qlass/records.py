@@ -28,7 +28,7 @@ Reward = Annotated[float, Field(ge=0, le=1)]  # 1 is success
 
 @with_config(ConfigDict(extra="allow"))  # fields of others are kept
 class Line(TypedDict):
-    """Of any file."""
+    """A line of any file."""
 
 
 ROLES = {"human": "user", "gpt": "assistant"}  # ETO's and ours
@@ -109,7 +109,7 @@ class Label(Node):
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether numpy, torch or a GPU's driver found no memory."""
+    """True if numpy, torch or a GPU's driver found no memory."""
     return bool(re.search("out of memory|allocate memory|MemoryError", repr(error)))
 
 

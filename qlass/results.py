@@ -85,12 +85,12 @@ CONDITION = ("task_id", "method", "split", "M", "N", "select", "player")
 
 
 def identity(record: dict) -> tuple:
-    """What a result is about; no two lines are about the same."""
+    """The key of a result; no two lines share it."""
     return tuple(map(record.get, CONDITION))
 
 
 def protocol(env: Any, chat: Chat | None) -> dict[str, Any]:
-    """How tasks were played, as far as neither lines nor recipe tell it (docs/files.md)."""
+    """The way tasks were played, as far as neither lines nor recipe report it (docs/files.md)."""
     fields = {"max_steps": env.max_steps}
     if chat:
         fields["temperature"] = chat.rendering.temperature

@@ -38,7 +38,7 @@ def runtime(default: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every command of a run has."""
+    """The settings of every command of a run."""
 
     stage: ClassVar[str] = ""  # whose table of a settings file this command reads
     output: ClassVar[str] = ""  # in the run's folder
@@ -69,7 +69,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(Run):
-    """Where a model computes, and in how many bits. What a GPU began no CPU goes on with."""
+    """The device and the bits of a model. No CPU goes on with what a GPU began."""
 
     load_in: Literal["4bit", "8bit"] | None = None  # bits per weight (bitsandbytes)
     precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
@@ -78,14 +78,14 @@ class Model(Run):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt(Model):
-    """What a prompt depends on, which agent and QNet must share."""
+    """Settings of a prompt, which agent and QNet must share."""
 
     max_new_tokens: PositiveInt | None = None  # of an action (the checkpoint's: 256; tiny: 48)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling(Prompt):
-    """How a stage in which the agent acts samples from it."""
+    """Sampling in a stage in which the agent acts."""
 
     temperature: Number | None = None  # else the checkpoint's own (0.7; tiny: 1)
     plain: bool = runtime(False)  # one sequence at a time, for recurrent models
@@ -118,7 +118,7 @@ FORM = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.Disal
 def parse(
     kind: type[C], doc: str | None, argv: Sequence[str] | None = None, default: Any = None
 ) -> C:
-    """What the flags say, then `default`, then the class. doc: a module's docstring, with which
+    """Read the flags, then `default`, then the class. doc: a module's docstring, with which
     --help begins."""
     words = together(kind, sys.argv[1:] if argv is None else argv)
     return tyro.cli(kind, args=words, description=doc, config=FORM, default=default)

@@ -1,5 +1,5 @@
-"""What both training loops share beside the loop: the order of updates, the learning rate, the log
-and states from which a stopped training goes on, and the processes that torchrun starts.
+"""The parts that both training loops share: the order of updates, the learning rate, the log and
+states from which a stopped training goes on, and the processes that torchrun starts.
 
 Processes divide weights, gradients and moments among them (FSDP2), and gather each layer while it
 computes. What LoRA adds, and a model from scratch, each process has whole.
@@ -116,7 +116,7 @@ def wait() -> None:
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes."""
+    """True for the process that writes."""
     return share()[0] == 0
 
 
@@ -196,7 +196,7 @@ class Training:
 
     @property
     def step(self) -> int:
-        """How many updates are done."""
+        """The number of finished updates."""
         return len(self.lines) - len(self.curve)
 
     @property
@@ -213,7 +213,7 @@ class Training:
             yield len(self.curve)
 
     def updates_left(self, epoch: int) -> list[list[int]]:
-        """What is left to do of the epoch at hand."""
+        """The unfinished updates of the epoch at hand."""
         done = self.step - sum(map(len, self.order[:epoch]))
         return self.order[epoch][done:]
 

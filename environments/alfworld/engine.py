@@ -83,7 +83,7 @@ class World(NamedTuple):
 
 @dataclass
 class Game:
-    """What stays fixed in a game; ids are the file's in lower case, types lack their ending ("apple", "fridge")."""
+    """The fixed part of a game; ids are the file's in lower case, types lack their ending ("apple", "fridge")."""
 
     task: str  # "put a hot apple in fridge."
     old: bool  # the older of the two wordings
@@ -126,7 +126,7 @@ class Game:
         return commands
 
     def _commands_anyway(self, location: str) -> dict[str, Command]:
-        """What can be done at a location whatever the state."""
+        """Commands of a location that every state allows."""
         commands: dict[str, Command] = {}
         for receptacle, place in self.location.items():
             if place != location:
@@ -190,7 +190,7 @@ class Game:
         return self.finish(new), text
 
     def _change(self, state: World, verb: str, one: str, two: str = "") -> tuple[World, str]:
-        """What a verb does to its first argument, with, from or to its second."""
+        """The change that a verb makes to its first argument, with, from or to its second."""
         name, other = self.names[one], self.names.get(two, "")
         contents, marks = state.contents, state.marks
         match verb:
@@ -222,7 +222,7 @@ class Game:
         return state._replace(marks=marks), f"You {verb} the {name} using the {other}."
 
     def holds(self, state: World) -> bool:
-        """Whether the goal holds: it asks for *some* objects of a type, never for certain ones."""
+        """True if the goal holds: it asks for *some* objects of a type, never for certain ones."""
         if self.goal.kind == "look":
             return self.kinds.get(state.hand) == self.goal.object and self._is_lit(state)
         needed = 2 if self.goal.kind == "two" else 1
@@ -234,7 +234,7 @@ class Game:
         return False
 
     def _is_lit(self, state: World) -> bool:
-        """Whether one stands before a lamp that is on."""
+        """True before a lamp that is on."""
         objects = (o for receptacle in self.at.get(state.location, ()) for o in state.contents[receptacle])
         return any(self.is_lit_lamp(state, o) for o in objects)
 
@@ -242,7 +242,7 @@ class Game:
         return self.kinds.get(o) == self.goal.target and ("istoggled", o) in state.marks
 
     def is_treated(self, state: World, o: str) -> bool:
-        """Whether `o` is clean, hot or cool where the goal asks for it."""
+        """True if `o` is clean, hot or cool where the goal asks for it."""
         treatment = TREATMENTS.get(self.goal.kind)
         return treatment is None or ((treatment.adds, o) in state.marks and o in self.traits[treatment.trait])
 

@@ -1,4 +1,4 @@
-"""How to play ALFWorld as an expert who sees what a player sees.
+"""An expert of ALFWorld that sees no more than a player.
 
 `Memory` is what a player knows from the texts so far: which receptacles there are, what was seen in them, what is held,
 what was heated. Thoughts restate this and the task, nothing else. The expert also knows how often such things lie in
@@ -21,7 +21,7 @@ DONE = {verb: word for word, verb in STATES.items()}
 
 
 def told(goal: Goal, sentence: str) -> bool:
-    """Whether a sentence says the goal and no more by the names of types, as ALFWorld's own sentences do."""
+    """True if a sentence says the goal and no more by the names of types, as ALFWorld's own sentences do."""
     words = set(re.findall(r"\w+", sentence))
     treatments = {STATES.get(word, word) for word in words & {*STATES, *TREATMENTS}}
     if treatments != {goal.treatment} - {""}:
@@ -39,7 +39,7 @@ def a(word: str) -> str:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a player knows; names as in the texts ("cabinet 2"). A value: `after` returns the next one.
+    """A player's knowledge; names as in the texts ("cabinet 2"). A value: `after` returns the next one.
 
     The wish is the game's goal, which ALFWorld's own sentences say, and which a reader of the annotators' would guess.
     """
@@ -103,7 +103,7 @@ class Memory:
 
     # ------------------------------------------------------------------------------------------- what follows from it
     def ready(self, o: str) -> bool:
-        """Whether `o` is of the wanted type and treated as the task asks."""
+        """True if `o` is of the wanted type and treated as the task asks."""
         if kind(o) != self.wish.object:
             return False
         return not self.wish.treatment or (self.wish.treatment, o) in self.treated
@@ -143,7 +143,7 @@ class Memory:
 
     # --------------------------------------------------------------------------------------------------- the expert
     def decide(self) -> str | None:
-        """What a sensible person does next; None if everything was searched in vain."""
+        """The next command of a sensible person; None if everything was searched in vain."""
         if not self.hand:
             return self._fetch()
         if kind(self.hand) != self.wish.object:
@@ -159,7 +159,7 @@ class Memory:
         return self._place(min(targets, key=self.cost)) if targets else None
 
     def _nearest(self, wanted: str) -> tuple[str, str] | None:
-        """Of the seen objects of a type that with the fewest steps to its receptacle, and the receptacle."""
+        """The seen object of a type with the fewest steps to its receptacle, and the receptacle."""
         places = self.whereabouts[wanted].items()
         return min(places, key=lambda place: self.cost(place[1]), default=None)
 
@@ -207,7 +207,7 @@ class Memory:
 
     # -------------------------------------------------------------------------------------------------------- thoughts
     def thought(self, command: str) -> str:
-        """What is known about a command's object: from the texts so far, and in view of what the task asks.
+        """Knowledge about a command's object, from the texts so far, and in view of what the task asks.
 
         None where an annotator wrote the task: a thought would give away how the goal reads the sentence."""
         if not self.told:
@@ -256,7 +256,7 @@ class Memory:
         return f"The {lamp} is {'on' if lamp in self.lit else 'off'}, and I hold {held}."
 
     def _about(self, receptacle: str) -> str:
-        """What is known about a receptacle for what comes next."""
+        """Knowledge about a receptacle for the next step."""
         wish, hand = self.wish, self.hand
         if hand and kind(hand) != wish.object:
             return f"The {hand} in my hands is not {a(wish.object)}."
@@ -272,7 +272,7 @@ class Memory:
         return f"The {receptacle} is {'closed' if closed else 'not searched yet'} and may hold {a(wanted)}."
 
     def _about_target(self, receptacle: str) -> str:
-        """What is known about a receptacle for the object in one's hands."""
+        """Knowledge about a receptacle for the object in one's hands."""
         wish, hand = self.wish, self.hand
         if not self.ready(hand):
             return f"The {hand} has to be {DONE[wish.treatment]}."

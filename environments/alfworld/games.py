@@ -224,7 +224,7 @@ def _is_held_out(task_id: str) -> bool:
 
 
 def problem(path: str | Path) -> str | None:
-    """What keeps a file from being played, judged by its bytes: loading them all would take seconds."""
+    """The problem that keeps a file from being played, judged by its bytes: loading them all would take seconds."""
     try:
         text = Path(path).read_bytes()
         if not (text.rstrip().endswith(b"}") and b'"solvable": true' in text[-20_000:] and b"(:goal" in text):

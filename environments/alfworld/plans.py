@@ -123,7 +123,7 @@ def _fetches(game: Game, state: World) -> list[Fetch]:
 
 
 def _targets(game: Game, state: World) -> list[str]:
-    """Where the objects are to be brought: receptacles of the goal's type, or those with such a lamp."""
+    """The places for the objects: receptacles of the goal's type, or those with such a lamp."""
     target = game.goal.target
     if game.goal.kind != "look":
         return [r for r in game.location if game.kinds[r] == target]
@@ -135,13 +135,13 @@ def _targets(game: Game, state: World) -> list[str]:
 
 
 def _ready(game: Game, state: World, target: str) -> frozenset[str]:
-    """What lies in a target as the goal wants it."""
+    """The objects that lie in a target as the goal wants it."""
     objects, wanted = state.contents[target], game.goal.object
     return frozenset(o for o in objects if game.kinds.get(o) == wanted and game.is_treated(state, o))
 
 
 def _unlike(game: Game, state: World, targets: list[str], near: set[str]) -> Iterable[str]:
-    """Of the targets that are alike in all that counts for the length of a way the first."""
+    """One target of each group whose members give plans of the same length."""
     alike = {}
     for target in reversed(targets):
         place = game.location[target]
@@ -152,7 +152,7 @@ def _unlike(game: Game, state: World, targets: list[str], near: set[str]) -> Ite
 
 
 def _choices(fetches: list[Fetch], there: frozenset[str], needed: int, hand: str | None) -> Iterator[Choice]:
-    """What to fetch, in which order: each object once, and first the one in one's hands."""
+    """The objects to fetch, in order: each object once, and first the one in one's hands."""
     open_fetches = [fetch for fetch in fetches if fetch[0] not in there]
     in_hand = any(o == hand for o, _ in open_fetches)
     for choice in permutations(open_fetches, needed):

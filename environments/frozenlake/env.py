@@ -54,7 +54,7 @@ class FrozenLakeEnv(TextEnv):
         return move if (move := action.strip().lower()) in lake.MOVES else action
 
     def block(self, task_id: str) -> str:
-        """Of "lakes" the lake."""
+        """The lake, on the maps "lakes"."""
         return task_id.rpartition("/")[0] if "lakes/" in task_id else task_id
 
     def _load(self, task_id: str) -> None:
@@ -105,8 +105,8 @@ class FrozenLakeEnv(TextEnv):
         return [(self._thought(move), move) for move in self.valid_actions()]
 
     def _thought(self, move: str) -> str:
-        """What a random map shows in that direction, the same words for a right move and a wrong one. A fixed map is
-        to be known by heart: no thoughts."""
+        """The cell that a random map shows in that direction, the same words for a right and a wrong move. A fixed map
+        is to be known by heart: no thoughts."""
         return f"{move} is {lake.ahead(self.lake, self.cell, move)}" if self.new_map else ""
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
@@ -150,5 +150,5 @@ class FrozenLakeEnv(TextEnv):
         return gamma * float(self._q_here(gamma, 1).max())
 
     def optimal_value(self, gamma: float = 0.9) -> float:
-        """What it is worth to have come here, gamma * max_a Q*(s, a): without slipping, gamma ** moves to the goal."""
+        """The value of having come here, gamma * max_a Q*(s, a): without slipping, gamma ** moves to the goal."""
         return gamma * float(self._q_here(gamma).max())

@@ -80,7 +80,7 @@ def kind(lake: FrozenLakeEnv, cell: int) -> str:
 
 
 def ahead(lake: FrozenLakeEnv, cell: int, move: str) -> str:
-    """What lies next to a cell: "ice", "a hole", "the goal" or "the edge"."""
+    """The neighbour of a cell: "ice", "a hole", "the goal" or "the edge"."""
     row, column = divmod(cell, lake.ncol)
     row, column = row + (move == "down") - (move == "up"), column + (move == "right") - (move == "left")
     inside = 0 <= row < lake.nrow and 0 <= column < lake.ncol

@@ -74,7 +74,7 @@ def bare(name: str) -> str | None:
 
 
 def inventory_after(inventory: tuple[str, ...], observation: str) -> tuple[str, ...]:
-    """What the agent knows that it holds, by what it has read."""
+    """The inventory as the agent has read it."""
     if observation.startswith("In your inventory, you see:"):
         return tuple(line.strip() for line in observation.splitlines()[1:])
     moved = re.fullmatch(r"You move the (.+) to the (.+)\.", observation.strip())

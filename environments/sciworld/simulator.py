@@ -161,7 +161,7 @@ class Simulator:
         return turn
 
     def leads_to(self, task: Task, played: tuple[str, ...]) -> bool:
-        """Whether it is at a point of an episode that the way there leads through."""
+        """True if it stands on the way to a point of an episode."""
         return self.task == task and played[: len(self.played)] == self.played
 
     def go_to(self, task: Task, played: tuple[str, ...]) -> None:

@@ -44,7 +44,7 @@ USED = (0, 2, 4)  # the places of those in each test split that were played whil
 
 
 def eto_steps(task: Task) -> int:
-    """Of the tasks that ETO leaves out the most."""
+    """ETO's step limit; for the six tasks that ETO omits, its largest one."""
     return ETO_STEPS.get(task.name, max(ETO_STEPS.values()))
 
 

@@ -210,7 +210,7 @@ def make_goal(
 
 
 class Goal(TypedDict):
-    """What the engine reads of a recorded goal."""
+    """The fields of a recorded goal that the engine reads."""
 
     asin: str
     name: str
@@ -252,7 +252,7 @@ def without_price(instruction: str) -> str:
 
 
 def described(instruction: str) -> str:
-    """What is wanted: neither the price nor "i need a"."""
+    """The wish alone, without the price and "i need a"."""
     return OPENING.sub("", without_price(instruction))
 
 
@@ -319,7 +319,7 @@ def read_indices(file: Path, goals: int) -> np.ndarray:
 
 
 def first_of_each(indices: np.ndarray, owners: np.ndarray, most: float) -> np.ndarray:
-    """Of the goals of each product the first ones, at most so many."""
+    """The first goals of each product, at most so many."""
     if most == math.inf:
         return indices
     order = np.argsort(owners[indices], kind="stable")  # the goals of a product together

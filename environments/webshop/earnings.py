@@ -1,4 +1,4 @@
-"""What can still be earned in a shop. It sees the goal, so it is for oracles only."""
+"""The reward that can still be earned in a shop. It sees the goal, so it is for oracles only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Met = dict[str, dict[str, frozenset[int]]]  # option name -> value -> which of t
 
 @lru_cache(1 << 14)
 def options_met(shop: Shop, goal: int, i: int) -> Met:
-    """What the options of product i satisfy."""
+    """The wishes that the options of product i satisfy."""
     wanted = [*enumerate(shop.wanted_options(goal))]
     met: Met = {}
     for change in shop.item(i).clickables.values():

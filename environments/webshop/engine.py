@@ -45,7 +45,7 @@ def parse(action: str) -> tuple[str, str]:
 
 
 class Session(NamedTuple):
-    """Where a shopper stands."""
+    """The place of a shopper."""
 
     page: str = "start"  # start, results, item, description, features, reviews, done
     query: str = ""
@@ -317,7 +317,7 @@ def crumbs_of(category: str) -> set[str]:
 
 
 def has_attribute(product: Product, texts: list[str], attribute: str) -> bool:
-    """Whether one of the product's own attributes is like this one, or one of its texts, in small letters, has it."""
+    """True if one of the product's own attributes is like this one, or one of its texts, in small letters, has it."""
     return any(similar(own, attribute) for own in product.attributes) or any(attribute in text for text in texts)
 
 

@@ -1,4 +1,4 @@
-"""How to shop, three ways: by a rule, as a careful reader (the expert), and knowing the goal (the oracle).
+"""Three ways to shop: by a rule, as a careful reader (the expert), and knowing the goal (the oracle).
 
 A player yields (thought, action) while its caller steps the same environment. Rules and reader know the task's sentence
 and the pages shown so far; the oracle alone looks at the goal. A thought is the page's own wording of the action.

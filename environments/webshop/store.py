@@ -54,7 +54,7 @@ class Texts(Sequence[str]):
         return self.bytes[self.ends[i] : self.ends[i + 1]].tobytes().decode("utf-8", "surrogatepass")
 
     def _find(self, text: str) -> int | None:
-        """Where a string stands, if they are sorted."""
+        """The place of a string in a sorted list."""
         rank = bisect_left(self, text)
         return rank if rank < len(self) and self[rank] == text else None
 
@@ -167,7 +167,7 @@ def open_store(
 
 
 def fingerprint(sources: Sequence[Path]) -> str:
-    """Of the sources size, time and 64 blocks of bytes; and the code, since a store is no better than its cleaning."""
+    """Size, time and 64 blocks of bytes of the sources; and the code, since a store is no better than its cleaning."""
     code = (Path(__file__), Path(catalogue.__file__), Path(search.__file__))
     lines = [hashlib.blake2b(b"".join(path.read_bytes() for path in code)).hexdigest()]
     block = 1 << 16

@@ -1,4 +1,4 @@
-"""How WebShop's reward compares words: option values by a fuzzy ratio and by colour, titles by their nouns."""
+"""The comparison of words in WebShop's reward: option values by a fuzzy ratio and by colour, titles by their nouns."""
 
 from __future__ import annotations
 
