@@ -88,7 +88,10 @@ def test_a_task_by_its_old_name_begins_as_in_etos_layout(env):
 )
 def test_the_expert_is_paid_in_full_and_only_at_the_end(env, task):
     env.reset(options={"task_id": task})
-    turns = [(thought, *env.step(action)) for thought, action in env.expert(task)]
+    turns = []
+    for thought, action in env.expert(task):
+        assert action in env.valid_actions()  # in the words that a player is offered
+        turns.append((thought, *env.step(action)))
     assert all(thought for thought, *_ in turns)
     assert [turn[2:4] for turn in turns] == [(0, False)] * (len(turns) - 1) + [(1.0, True)]
     assert turns[-1][5]["won"] and len(turns) <= 18

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -142,26 +143,50 @@ def expert_plan(task: Task) -> tuple[str, ...]:
     gold = simulators().solution(task)
     forms = [shorten(gold, True, True), shorten(gold, True, False), shorten(gold, False, False), gold]
     best: tuple[float, tuple[str, ...]] = (-1.0, ())
-    for actions in dict.fromkeys(map(tuple, forms)):  # many a solution has nothing to wait for
+    for actions, listed in itertools.product(dict.fromkeys(map(tuple, forms)), (True, False)):
         if best[0] < 1:
-            best = max(best, rehearse(task, actions), key=lambda played: played[0])
+            best = max(best, rehearse(task, actions, listed), key=lambda played: played[0])
     return best[1]
 
 
-def rehearse(task: Task, actions: Iterable[str]) -> tuple[float, tuple[str, ...]]:
+def rehearse(task: Task, actions: Iterable[str], listed: bool) -> tuple[float, tuple[str, ...]]:
     """Play a solution in the first wording of each action that is understood, and fits one object only; what does
-    nothing is left out. Returns the best score and the actions up to the one that reached it."""
-    played, best, length = (), 0.0, 0
+    nothing is left out. Returns the best score and the actions up to the one that reached it.
+
+    listed: if possible in the words of the list of valid actions, of which a player chooses.
+    """
+    played, inventory, best, length = (), (), 0.0, 0
     for action in actions:
         forms = wordings(action)
-        for words in forms:
-            turn, after = simulators().step(task, played, words)
+        if listed:
+            valid = simulators().valid_actions(task, played, words(" ".join(inventory)))
+            forms = [name for form in forms for name in in_listed_words(form, valid)] + forms
+        for form in forms:
+            turn, after = simulators().step(task, played, form)
             understood = not turn.observation.startswith(UNKNOWN)
-            if understood and (words == forms[-1] or not turn.observation.startswith(AMBIGUOUS)):
+            if understood and (form == forms[-1] or not turn.observation.startswith(AMBIGUOUS)):
                 break
-        played = after
+        played, inventory = after, inventory_after(inventory, turn.observation)
         if turn.score > best:
             best, length = turn.score, len(played)
         if turn.over:
             break
     return best, played[:length]
+
+
+def in_listed_words(action: str, valid: list[str]) -> list[str]:
+    """The valid action whose names are nearest to an action's: "anode in battery" is a "battery anode"."""
+    verb, objects = parts(action)
+    bags = [name_words(name) for name in objects]
+    distance = {}
+    for other in valid:
+        if parts(other)[0] == verb:
+            pairs = list(zip(bags, map(name_words, parts(other)[1]), strict=True))
+            if all(ours <= theirs or theirs <= ours for ours, theirs in pairs):
+                distance[other] = sum(len(ours ^ theirs) for ours, theirs in pairs)
+    return [min(distance, key=distance.__getitem__)] if verb and distance else []
+
+
+@functools.lru_cache(maxsize=100_000)
+def name_words(name: str) -> frozenset[str]:
+    return frozenset(words(name).split()) - {"in", "on"}
