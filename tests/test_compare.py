@@ -64,11 +64,6 @@ def plan(*argv: str) -> list[Method]:
 
 
 def test_all_is_the_comparison_of_all_methods(monkeypatch):
-    everything = plan()
-    assert [m.M for m in everything if m.name == "qlass"] == [2, 4, 6]
-    best_of_n = {(m.N, m.select) for m in everything if m.name == "best_of_n"}
-    assert best_of_n == {(n, select) for n in (2, 4, 6) for select in ("q", "oracle")}
-    assert {"expert", "greedy", "sample", "random", "likeliest", "oracle_step"} < {m.name for m in everything}
     assert list(map(str, plan("--method", "all", "qlass", "-M", "2"))) == list(map(str, plan("-M", "2")))  # each once
     monkeypatch.setattr(FakeEnv, "omniscient", True)  # its expert knows more than the pages
     assert plan("--method", "expert", "oracle") == [Player("oracle")]

@@ -7,7 +7,6 @@ import runpy
 import sys
 import types
 
-import gymnasium
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
@@ -153,11 +152,6 @@ def test_the_cells_of_the_notebook_run(tmp_path, monkeypatch):
     plt.close("all")
     assert [picture.split()[0] for picture in shown] == ["<svg", "<svg", "<figure", "<svg"]
     assert f"after {len(space['steps'])} steps" in shown[-1]
-
-
-def test_the_gymnasium_ids_of_the_page_are_registered():
-    names = re.findall(r"\b(\w+-v0)", text_of("docs/tools.md"))
-    assert len(names) > 3 and all(gymnasium.spec(f"qlass/{name}") for name in names)
 
 
 # ------------------------------------------------------------------------------- numbers of README and the results page

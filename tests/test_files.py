@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import q_search
-from qlass import UserError, files, outputs, records
-from qlass.files import parts_folder, read_jsonl, write_jsonl
+from qlass import UserError, files, outputs
+from qlass.files import parts_folder, read_jsonl
 from qlass.outputs import Output, find_or_make
 from qlass.settings import FITS, Run, read_settings, run_stage, runtime, write_settings
 
@@ -176,13 +176,6 @@ def test_an_output_of_another_command_stays_even_with_overwrite(tmp_path):
 def test_a_rank_that_no_process_has_is_refused():
     with process(3, 3), pytest.raises(UserError, match=r"ranks are 0 to 2"):
         files.share()
-
-
-def test_a_text_may_hold_any_sign_of_unicode(tmp_path):
-    line = {"messages": [{"role": "user", "content": "a\u2028b\x85c"}]}
-    write_jsonl(tmp_path / "x.jsonl", [line, line])
-    (tmp_path / "x.jsonl").write_text((tmp_path / "x.jsonl").read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    assert [*records.read(tmp_path / "x.jsonl", records.DemonstrationLine)] == [line, line]
 
 
 def test_what_is_no_output_of_this_command_or_can_not_be_shared_is_refused(tmp_path):

@@ -73,15 +73,6 @@ def test_a_critic_wants_labels_of_its_own_target(train, tmp_path):
         train(ppo, "run", 60, "--warm-up", "9", "--labels", str(labels))
 
 
-def test_an_overwrite_that_is_stopped_at_once_leaves_nothing_of_the_old_run(train, monkeypatch):
-    train(tree_grpo, "run", 60)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(Learner, "suspend", lambda *_: 1 / 0)
-        train(tree_grpo, "run", 60, "--overwrite")
-    with pytest.raises(UserError, match="is missing, so x can't go on: --overwrite"):
-        train(tree_grpo, "run", 60)
-
-
 @pytest.mark.parametrize("learner", FLAGS)
 def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch, learner):
     budget = 60 if learner is eto else 300

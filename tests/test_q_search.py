@@ -188,9 +188,6 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
     assert "\nfind the purse\n" in text and "\n  > right  █" in text
     assert "qlass M=2: reward 1 after 3 steps\nThere was a choice in 3 of 3 steps: steps 1, 2, 3.\n" in text
     assert "The agent alone, greedy, earns 0 after 2 steps. The ways part at step 1" in text
-    text = printed(["test0", "test1"])
-    assert text.startswith("Task test0. None of the first 2 test tasks has 3 steps in which there was a choice;")
-    assert "There was a choice in 1 of 2 steps: step 1. In the others all samples were one action." in text
     assert not list(Path().iterdir())
 
 

@@ -157,6 +157,3 @@ def test_figures_of_three_episodes(capsys):
     assert head.startswith("| success [95 %] | games | first | at least two of 3 | any of 3 (oracle) |")
     means = [cell for cell in re.split(r" \[[^]]*\] | ?\| ?", row) if cell]
     assert means == ["QLASS", "4", "0.250", "0.500", "0.750"]
-    Path("results-0.jsonl").write_text(Path("results-0.jsonl").read_text() * 2)
-    with pytest.raises(UserError, match="a file has two searches of one method"):
-        qlass_evaluation.main(["results-0.jsonl"])

@@ -275,16 +275,6 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     assert [path.read_bytes()[1:4] for path in tmp_path.glob("*.png")] == [b"PNG"]
 
 
-def test_the_viewers_trees_are_those_of_the_file():
-    data, nodes = json.loads(page.tree_data(TREES, 2)), list(read_jsonl(TREES))
-    assert data["total"] == 3 and [tree["task"] for tree in data["trees"]] == ["train_0", "train_2"]
-    first = data["trees"][0]["nodes"]
-    assert data["first"] == 0 and [node["parent"] for node in first] == [-1, 0, 1, 2, 1, 4]
-    for name in ("q", "expert", "reward", "observation"):
-        assert [node[name] for node in first] == [line.get(name) for line in nodes[:6]]
-    assert (first[4]["action"], first[4]["thought"]) == ("click[b02]", "It is redder.")
-
-
 def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
     """A circle for each node, its action above the edge, its q or its source below; without --task the first tree."""
     lines = [node for node in read_jsonl(TREES) if node["task_id"] == "train_0"]
@@ -340,5 +330,3 @@ def test_a_demonstration_is_shown_and_replayed(record, says, not_said, tmp_path,
     assert all(text in shown for text in says) and not_said not in shown
     writes = [line.removeprefix("writes | ") for line in shown.splitlines() if line.startswith("writes | ")]
     assert len(writes) == 6 and writes[-1].endswith(": right<end>")  # a thought and an action each
-    with pytest.raises(UserError, match=r"--number 3: .*expert\.jsonl has 2 demonstrations"):
-        demonstration.main([*show, "--number", "3"])

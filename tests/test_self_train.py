@@ -90,9 +90,3 @@ def test_a_second_call_plays_nothing_and_another_threshold_chooses_anew(stage, t
     assert stage("rft") == merged
     best = max(line["reward"] for line in merged[2:])
     assert {line["reward"] for line in stage("rft", "--threshold", str(best))[2:]} == {best}
-
-
-def test_the_trees_best_branches_need_no_agent(stage, tmp_path, monkeypatch):
-    monkeypatch.setattr(self_train, "load_agent", lambda *_: 1 / 0)
-    (tmp_path / "trees.jsonl").write_text(dump(tree(node(1, 0, 1.0, done=True))))
-    assert [line["task_id"] for line in stage("tree")] == ["mine0", "mine1", "t"]

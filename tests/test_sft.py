@@ -210,19 +210,6 @@ def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, mo
     train(there)
 
 
-def test_the_demonstrations_of_a_checkpoint_are_found_from_its_run_or_missed(clone, tmp_path):
-    expert = tmp_path / "elsewhere" / "eto.json"
-    expert.parent.mkdir()
-    expert.write_text(json.dumps([ETO] * 3))
-    clone("--expert", str(expert), "--n-expert", "2", out="run/sft")
-    moved = (tmp_path / "run").rename(tmp_path / "moved") / "sft"
-    path, n = demonstrations.demonstrations_of(moved)
-    assert n == 2 and len(read(path, FakeEnv())) == 3
-    expert.unlink()
-    with pytest.raises(UserError, match=r"elsewhere/eto\.json: .*No such file"):
-        demonstrations.by_task(None, moved, FakeEnv())
-
-
 def test_of_actions_behind_which_the_turn_ends_the_share_by_hand(monkeypatch):
     """OK, left, right: behind one of them the end is the likeliest token."""
     model, whole = tiny_lm(CHAT), sft.example_of(CHAT, STATE, 100)

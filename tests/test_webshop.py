@@ -147,17 +147,6 @@ def play(env, *actions):
     return step
 
 
-def test_the_small_catalogues_attributes_are_not_taken_for_the_full_ones(shop, tmp_path, capsys):
-    shop()
-    (tmp_path / "items_ins_v2.json").rename(tmp_path / "items_ins_v2_1000.json")
-    webshop.load.cache_clear()
-    with pytest.raises(UserError, match=r"found none of items_ins_v2\.json.*\(docs/models\.md, section Data"):
-        envs.make("webshop", data=tmp_path)
-    (tmp_path / "items_shuffle_1000.json").write_text(json.dumps([SHIRT]))
-    assert len(envs.make("webshop", data=tmp_path, goals=tmp_path / "goals.json").shop.products) == 1
-    assert "of its two catalogues that of 1,000 products" in capsys.readouterr().out
-
-
 def test_cleaning(shop):
     shirt, jumper, lamp = shop().shop.products
     assert shirt.options == {"size": ["small", "x-large"], "color": ["dark blue | green", "wine", "small"]}
