@@ -134,7 +134,6 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to 
         "positions of kind dynamic",
     ),
     "a cut file of weights": (lambda folder: cut(folder / "model.safetensors"), "file not fully covered"),
-    "a cut config": (lambda folder: cut(folder / "config.json"), "valid JSON"),
     "pickles alone": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
         "no file named model.safetensors",

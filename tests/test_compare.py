@@ -43,7 +43,6 @@ def test_oracles_step_each_candidate(method, q, way, reward, scored):
     ("turns", "scores"),
     [
         ("", [2, 1]),  # both are new
-        ("left:a", [2, 1]),  # a page that is new begins again
         ("left:a left:a", [-math.inf, 1]),
         ("left:a left:b right:a left:b", [2, 1]),  # none is untried
     ],

@@ -115,7 +115,6 @@ def test_the_file_of_a_run_has_the_numbers_that_run(tmp_path, capsys):
     for old, new, says in (
         ("epochs = 7", "epoch = 7", "settings.toml: there is no setting epoch"),
         ("epochs = 7", "epochs = 0", "settings.toml: epochs 0: Input should be greater than 0"),
-        ("epochs = 7", "epochs =", "settings.toml has not .*: Invalid value"),
         (file.read_text(), "", "settings.toml has not the settings of a run: 'run'"),
     ):
         text = file.read_text()

@@ -315,13 +315,3 @@ def test_the_loss_with_answers_by_hand():
     examples = [clone_answers.Example([0, 1, 0, 1], predictions) for predictions in rows]
     by_hand = math.log(2) / 2 - 2 * math.log(3 / 4) + math.log(1 + math.exp(-5))
     assert clone_answers.loss_of(ByHand(), examples).item() == pytest.approx(by_hand)
-
-
-def test_without_a_memory_each_answer_stands_behind_its_action():
-    chat = word_chat(markov=True)
-    other, last = (sft.example_of(chat, State(STATE.messages[:n]), 100) for n in (4, 6))
-    first, second = clone_answers.examples_of(chat, shown(STATE), 100, 0.5)
-    answer = last.ids[:5]
-    assert (first.ids, second.ids) == (other.ids + answer, last.ids)
-    assert first.predictions[-5:] == [(len(other.ids) - 1, token, 0.5) for token in answer]
-    assert second.targets == last.targets == 3  # nothing answers the last action

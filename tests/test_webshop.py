@@ -70,7 +70,7 @@ def test_published_splits():
         real_shop(split_file=SHARED)
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(math.inf, [*range(7)]), (1, [0, 1, 4]), (2, [0, 1, 2, 4, 6])])
+@pytest.mark.parametrize(("limit", "kept"), [(math.inf, [*range(7)]), (1, [0, 1, 4])])
 def test_a_limit_of_tasks_per_product_keeps_the_first(tmp_path, limit, kept):
     owners, shares = np.array([0, 1, 0, 0, 2, 0, 1]), np.array([75, 12, 90])
     (tmp_path / "test_indices.json").write_text("[6, 5, 3, 2, 1]")
