@@ -122,17 +122,6 @@ def test_an_output_has_one_writer(tmp_path):
     assert "x.jsonl: another process is writing it" in message
 
 
-def test_a_process_with_nothing_to_do_needs_no_folder_that_another_may_remove(tmp_path):
-    path = tmp_path / "x.jsonl"
-    grow(path)
-    with process(1, 2):
-        idle = begin(path)
-    idle.write([], "groups", 0)
-    assert idle.todo(TASKS) == [] and not parts_folder(path).exists()
-    idle.finish(TASKS, tasks=TASKS)
-    assert path.read_bytes() == WHOLE and files.meta_of(path)["tasks"] == TASKS
-
-
 def test_another_recipe_is_refused_and_runtime_flags_may_differ(tmp_path):
     path, sft, qnet = (tmp_path / name for name in ("x.jsonl", "sft", "qnet"))
     (sft / ".ipynb_checkpoints").mkdir(parents=True)
