@@ -44,6 +44,7 @@ EXPLORES = {"pick up", "open", "activate", "deactivate", "read"}
 SCENERY = {"agent", "air", "inventory", "door", "picture", "painting", "ground", "sewer", "drain"}
 SCENERY |= {"kitchen", "foundry", "workshop", "bathroom", "outside", "living room", "bedroom", "greenhouse"}
 SCENERY |= {"art studio", "hallway"}
+CONTACTS = {"anode", "cathode", "terminal", "1", "2"}  # of batteries, lamps and wires: no page need name them
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -93,10 +94,8 @@ def candidates(valid: list[str], task: str, recent: str, inventory: str, here: s
     holds; first what EXPLORES and what is done with such objects only, then the rest. Scenery is left out, as are
     things that the agent has not read of and the verbs that are not in REASONS.
     """
-    texts, read = (
-        [(2, words(task)), (1, words(recent)), (1, words(inventory))],
-        set(words(f"{here} {inventory}").split()),
-    )
+    texts = [(2, words(task)), (1, words(recent)), (1, words(inventory))]
+    read = CONTACTS.union(words(f"{here} {inventory}").split())
     weight = functools.cache(lambda name: sum(w for w, text in texts if name in text))
     fixed, turns = [], collections.defaultdict(list)
     for action in valid:
@@ -120,7 +119,7 @@ def shorten(gold: list[str], straight: bool, wait: bool) -> list[str]:
     text = re.sub(r"(?:open door to .*\n)?go to (.*)", r"teleport to \1", "\n".join(gold))
     if straight:
         text = re.sub(r"(?:teleport to .*\n(?:look around\n)*)+(?=teleport to)", "", text)
-    text = re.sub(r"((?:teleport to|open (?!door)) .*\n)(?!look around)", r"\1look around\n", text)
+    text = re.sub(r"((?:teleport to |open (?!door)).*\n)(?!look around)", r"\1look around\n", text)
     text = re.sub(r"pour (.*) in(?:to)? \1(?:\n|$)", "", text)  # the simulator's way to test that it holds something
     if wait:
         again = re.compile(r"((?:examine|look at) .*\n(?:use thermometer .*\n)?)(\1{2,})")
