@@ -5,7 +5,6 @@ weight, whose chat template writes all turns alike, and that passes `check`. All
 one line. LoRA is PEFT's; weights in few bits are bitsandbytes'.
 """
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import distributed, nn
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.device import PRECISIONS, device_and_precision, is_divided, load_divided
-from qlass.files import atomic, files_of, warn
+from qlass.files import atomic, files_of, read_json, warn
 from qlass.records import as_user_error
 from qlass.settings import Learning, Model
 
@@ -104,8 +103,9 @@ def load_chat(path: str | Path, config: Model) -> Chat:
         with as_user_error("its tokenizer"):
             tokenizer = hf.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         ends = getattr(settings, "eos_token_id", None)
-        with contextlib.suppress(OSError):  # not every checkpoint has one
-            ends = hf.GenerationConfig.from_pretrained(path).eos_token_id
+        file = Path(path) / "generation_config.json"
+        if file.exists():
+            ends = read_json(file).get("eos_token_id", ends)
         ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
         context = getattr(settings, "max_position_embeddings", None)
         chat = Chat(tokenizer, Rendering.load(path, config), context, ends)

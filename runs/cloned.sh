@@ -30,7 +30,7 @@ case $#-$mode-$size in
     0-by-heart-1000) set -- 101 102 103 104 105 ;;
     0-by-heart-*) set -- 101 102 103 104 105 106 107 108 109 110 ;;
 esac
-tasks=(--limit 400) first=(--n-expert "$size")
+tasks=(--limit 400) demonstrations=(--n-expert "$size")
 trees=(--tasks cloned --limit "$size" --rollouts $((6000 / size)) "${warmth[@]}")
 play=(--temperature 0.7)  # the paper's, and the best of .5, .7 and 1 on validation tasks of shops 143 and 144
 [ $mode != by-heart ] || play=()
@@ -45,7 +45,7 @@ with_qnet() {  # NAME WORDS M... -- FLAG...: a QNet, and QLASS by it
 of_rank=(--label "$agent, QNet with rank weight")
 for seed; do  # what is planned
     shop $name "$seed"
-    clone "${first[@]}" "${epochs[@]}"
+    clone "${demonstrations[@]}" "${epochs[@]}"
     stage build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}"
     stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}"
     compare --method greedy sample likeliest -M 6 --label "$agent" "${play[@]}" --out "$RUN/results-agent.jsonl"
@@ -59,7 +59,7 @@ for seed; do  # what is planned
     fi
     if [ $mode = one-epoch ]; then
         with_qnet all "by Eq. 11" 2 6 -- --loss-on all --rank-weight 0
-        clone "${first[@]}" --epochs 3 --out "$RUN/sft-longer"
+        clone "${demonstrations[@]}" --epochs 3 --out "$RUN/sft-longer"
         variant longer "cloned from 1000, 3 epochs" --method greedy --sft "$RUN/sft-longer"
     fi
     search --qnet "$RUN/qnet-rank" "${of_rank[@]}" --method best_of_n -N 6 "${play[@]}" \

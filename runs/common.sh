@@ -29,8 +29,8 @@ common=(--env "$ENV" --seed "$SEED")
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}  # threads wait asleep, not spinning, where others need the cores too
 
-# first: which demonstrations the agent is cloned from; an agent that is cloned again reads all of its file
-tasks=() first=() sft=() trees=() labels=() again=()
+# demonstrations: which of them the agent is cloned from; an agent that is cloned again reads all of its file
+tasks=() demonstrations=() sft=() trees=() labels=() again=()
 qnet=(${EPOCHS:+--epochs "$EPOCHS" --patience "$EPOCHS"} ${RANK_WEIGHT:+--rank-weight "$RANK_WEIGHT"})
 splits=("")  # the preset's
 # The preset's 34 epochs are for WebShop's 100 demonstrations. Of more of them fewer make as many updates.

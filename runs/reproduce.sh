@@ -26,7 +26,7 @@ case $ENV in
         ENV=webshop
         flags=(--env-option "data=${WEBSHOP:-data/webshop}" --env-option per_product=16)
         # Warm trees, since the agent's own draws hardly differ.
-        first=(--n-expert 400) sft=(--epochs 16) trees=(--limit 700 --rollouts 5 --temperature 2) qnet=(--patience 2 --rank-weight 0) ;;
+        demonstrations=(--n-expert 400) sft=(--epochs 16) trees=(--limit 700 --rollouts 5 --temperature 2) qnet=(--patience 2 --rank-weight 0) ;;
 esac
 [ "$ENV" != frozenlake ] || [ -z "$MAP" ] || flags=(--env-option "map=$MAP")
 
@@ -35,7 +35,7 @@ begin() {  # SEED
     common=(--env "$ENV" --seed "$1" "${flags[@]}")
 }
 main() {  # every policy on the test tasks
-    clone "${first[@]}"
+    clone "${demonstrations[@]}"
     learn_q "$RUN" "$RUN/sft"
     case $name in
         alfworld*)

@@ -99,7 +99,7 @@ def label(tmp_path):
 
 
 def test_the_command_keeps_every_line_and_adds_q_and_replaces_its_own_labels_alone(label, tmp_path, capsys):
-    with pytest.raises(UserError, match=r"none\.jsonl: .*No such file"):
+    with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
         bellman.main(["--trees", "none.jsonl"])
     with pytest.raises(UserError, match="is an input too"):
         label(tree_by_hand(), out="trees.jsonl")
@@ -124,5 +124,5 @@ def test_it_starts_without_torch(tmp_path):
     (tmp_path / "trees.jsonl").write_text(dump(tree_by_hand()))
     command = [sys.executable, bellman.__file__, "--trees", str(tmp_path / "trees.jsonl"), "--run", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
+    assert (done.returncode, done.stdout.count("\n")) == (0, 2), done.stderr
     assert len((tmp_path / "q_labels.jsonl").read_text().splitlines()) == 5

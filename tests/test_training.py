@@ -208,4 +208,7 @@ def test_processes_share_the_work_and_train_what_one_does(stage, flags, n, tmp_p
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert alone["tokens"] == both["tokens"] and not (tmp_path / "by-2.parts").exists()
     for file in (tmp_path / "by-1").glob("*.safetensors"):
-        torch.testing.assert_close(load_file(tmp_path / "by-2" / file.name), load_file(file), atol=1e-4, rtol=1e-3)
+        mine, ours = load_file(file), load_file(tmp_path / "by-2" / file.name)
+        for name, weight in mine.items():  # Adam makes a step of a gradient that is rounding alone
+            far = (ours[name] - weight).abs()
+            assert far.mean() < 1e-5 and far.max() < 1e-3, name
