@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from qlass.files import meta_path, write_json, write_jsonl
-from qlass.outputs import begin, find_or_make, stale
-from qlass.settings import Number, Run, read_settings, run_stage, runtime
+from qlass.outputs import begin, changed_inputs, find_or_make
+from qlass.settings import Number, Run, not_in_recipe, read_settings, run_stage
 from qlass.trees import children_of, read_trees
 
 
@@ -27,8 +27,8 @@ class Config(Run):
     stage: ClassVar[str] = "bellman"
     output: ClassVar[str] = "q_labels.jsonl"
 
-    trees: Path | None = runtime(None)  # RUN/trees.jsonl, made if missing
-    out: Path | None = runtime(None)  # RUN/q_labels.jsonl
+    trees: Path | None = not_in_recipe(None)  # RUN/trees.jsonl, made if missing
+    out: Path | None = not_in_recipe(None)  # RUN/q_labels.jsonl
     gamma: Number = 0.9  # of Eq. (7)
 
 
@@ -63,7 +63,7 @@ def write_labels(config: Config, values: Values = q_values) -> None:
     path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
     out = config.path
     labelled = [label(tree, values(tree, config.gamma)) for tree in read_trees(path)]
-    anew = dataclasses.replace(config, overwrite=config.overwrite or any(stale(out)))
+    anew = dataclasses.replace(config, overwrite=config.overwrite or any(changed_inputs(out)))
     # Targets of experiments.targets are labels of the same name.
     meta = begin(out, anew, {"target": "q"} | config.recipe(), {"trees": path})
     tasks = [tree[0]["task_id"] for tree in labelled]

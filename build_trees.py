@@ -40,7 +40,14 @@ from qlass.demonstrations import Demonstration, replay_all
 from qlass.files import Inputs
 from qlass.messages import State, parse_action, replay, start, step
 from qlass.outputs import Output, find_or_make
-from qlass.settings import NonNegativeInt, PositiveInt, Sampling, read_settings, run_stage, runtime
+from qlass.settings import (
+    NonNegativeInt,
+    PositiveInt,
+    Sampling,
+    not_in_recipe,
+    read_settings,
+    run_stage,
+)
 from qlass.trees import tree_metrics
 
 
@@ -51,15 +58,17 @@ class Config(Sampling):
     stage: ClassVar[str] = "build_trees"
     output: ClassVar[str] = "trees.jsonl"
 
-    sft: Path | None = runtime(None)  # checkpoint of the agent (RUN/sft, made if missing)
-    out: Path | None = runtime(None)  # RUN/trees.jsonl
+    sft: Path | None = not_in_recipe(None)  # checkpoint of the agent (RUN/sft, made if missing)
+    out: Path | None = not_in_recipe(None)  # RUN/trees.jsonl
     depth: NonNegativeInt | None = None  # D (3 WebShop, 6 ScienceWorld, 8 ALFWorld)
     width: PositiveInt = 3  # W
     tasks: Literal["cloned", "new"] = "cloned"  # those that the agent was cloned from; see above
     rollouts: NonNegativeInt = 64  # at most, per tree (0: no bound)
     steps: PositiveInt | None = None  # step limit of the agent (the environment's)
-    limit: NonNegativeInt = runtime(0)  # number of tasks (0: all)
-    expert: Path | None = runtime(None)  # demonstrations (those that the agent was cloned from)
+    limit: NonNegativeInt = not_in_recipe(0)  # number of tasks (0: all)
+    expert: Path | None = not_in_recipe(
+        None
+    )  # demonstrations (those that the agent was cloned from)
     no_expert: bool = False  # leave out the expert's branch (lines 11-13)
     prune: Literal["branch", "tail"] = "branch"  # tail: a branch without reward queues 2 nodes
 

@@ -42,9 +42,9 @@ from qlass.settings import (
     PositiveInt,
     Sampling,
     arg,
+    not_in_recipe,
     read_settings,
     run_stage,
-    runtime,
 )
 
 METHODS = {  # what scores the candidates of each
@@ -64,20 +64,20 @@ class Config(Sampling):
 
     stage: ClassVar[str] = "q_search"
     output: ClassVar[str] = "results.jsonl"
-    plays_elsewhere: ClassVar[bool] = True
+    extends_options: ClassVar[bool] = True
 
-    method: tuple[Name, ...] = runtime(("qlass",))  # one or more
+    method: tuple[Name, ...] = not_in_recipe(("qlass",))  # one or more
     # candidates per step
-    M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = runtime((2,))
+    M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = not_in_recipe((2,))
     # episodes (1; best_of_n: 4)
-    N: Annotated[tuple[PositiveInt, ...], arg(aliases=["-N"])] = runtime(())
-    select: Literal["q", "oracle"] = runtime("q")  # which of N episodes counts
-    split: str = runtime("test")  # tasks to play
-    limit: NonNegativeInt = runtime(0)  # number of tasks (0: all)
-    skip: NonNegativeInt = runtime(0)  # leave out the first tasks
-    sft: Path | None = runtime(None)  # the agent's checkpoint (RUN/sft, made if missing)
-    qnet: str | None = runtime(None)  # folder, or URL#MODEL of a server (RUN/qnet)
-    out: Path | None = runtime(None)  # RUN/results.jsonl; its lines are not played again
+    N: Annotated[tuple[PositiveInt, ...], arg(aliases=["-N"])] = not_in_recipe(())
+    select: Literal["q", "oracle"] = not_in_recipe("q")  # which of N episodes counts
+    split: str = not_in_recipe("test")  # tasks to play
+    limit: NonNegativeInt = not_in_recipe(0)  # number of tasks (0: all)
+    skip: NonNegativeInt = not_in_recipe(0)  # leave out the first tasks
+    sft: Path | None = not_in_recipe(None)  # the agent's checkpoint (RUN/sft, made if missing)
+    qnet: str | None = not_in_recipe(None)  # folder, or URL#MODEL of a server (RUN/qnet)
+    out: Path | None = not_in_recipe(None)  # RUN/results.jsonl; its lines are not played again
     label: str | None = None  # a variant's name, kept in each line
     max_steps: PositiveInt | None = None  # the environment's
 

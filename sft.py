@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from qlass.outputs import answer_at_once, checkpoint
-from qlass.settings import Learning, Number, PositiveInt, read_settings, run_stage, runtime
+from qlass.settings import Learning, Number, PositiveInt, not_in_recipe, read_settings, run_stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,17 +28,17 @@ class Config(Learning):
     stage: ClassVar[str] = "sft"
     output: ClassVar[str] = "sft"
 
-    model: str = runtime("tiny")  # tiny, or a HuggingFace name or folder
-    expert: Path | None = runtime(None)  # trajectories (the environment's expert plays them)
+    model: str = not_in_recipe("tiny")  # tiny, or a HuggingFace name or folder
+    expert: Path | None = not_in_recipe(None)  # trajectories (the environment's expert plays them)
     n_expert: PositiveInt | None = None  # the first so many of them (all)
-    out: Path | None = runtime(None)  # checkpoint folder (RUN/sft)
+    out: Path | None = not_in_recipe(None)  # checkpoint folder (RUN/sft)
     lr: Number = 1e-5  # learning rate at its peak
     epochs: PositiveInt = 3  # at most
     batch: PositiveInt = 64  # trajectories per update
     patience: PositiveInt = 2  # epochs without a better validation before it ends
     max_tokens: PositiveInt = 4096  # where a trajectory is cut
     candidates: Literal["free", "valid"] = "free"  # what the agent may write
-    plain: bool = runtime(False)  # for a model that reads no token trees, as --plain in play
+    plain: bool = not_in_recipe(False)  # for a model that reads no token trees, as --plain in play
 
 
 def start_of(config: Config) -> Path | None:

@@ -27,7 +27,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from qlass.outputs import answer_at_once, find_or_make
-from qlass.settings import Learning, Number, PositiveInt, Prompt, read_settings, run_stage, runtime
+from qlass.settings import (
+    Learning,
+    Number,
+    PositiveInt,
+    Prompt,
+    not_in_recipe,
+    read_settings,
+    run_stage,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +45,9 @@ class Config(Learning, Prompt):
     stage: ClassVar[str] = "train_qnet"
     output: ClassVar[str] = "qnet"
 
-    sft: Path | None = runtime(None)  # checkpoint that the backbone starts from (RUN/sft)
-    labels: Path | None = runtime(None)  # RUN/q_labels.jsonl, made if missing
-    out: Path | None = runtime(None)  # RUN/qnet
+    sft: Path | None = not_in_recipe(None)  # checkpoint that the backbone starts from (RUN/sft)
+    labels: Path | None = not_in_recipe(None)  # RUN/q_labels.jsonl, made if missing
+    out: Path | None = not_in_recipe(None)  # RUN/qnet
     lr: Number = 1e-5  # learning rate at its peak
     epochs: PositiveInt = 2  # at most
     batch: PositiveInt = 64  # pairs per update, at least

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import envs
 from environments import options_of
 from environments.check import check
-from qlass.settings import Run, read_settings, run_stage, runtime
+from qlass.settings import Run, not_in_recipe, read_settings, run_stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Run):
-    play: bool = runtime(False)  # a task of the training split, drawn by --seed
+    play: bool = not_in_recipe(False)  # a task of the training split, drawn by --seed
 
 
 def play(env: envs.TextEnv, seed: int) -> None:

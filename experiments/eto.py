@@ -39,7 +39,7 @@ from qlass.messages import State, replay
 from qlass.outputs import find_or_make
 from qlass.pairs import GAP, families, pairs_of
 from qlass.records import Label
-from qlass.settings import Number, read_settings, run_stage, runtime
+from qlass.settings import Number, not_in_recipe, read_settings, run_stage
 from qlass.trees import read_trees
 
 
@@ -55,8 +55,8 @@ class Config(learning.Config):
     epochs: PositiveInt = 3  # passes over its pairs
     batch: PositiveInt = 16  # pairs an update
     every: PositiveInt = 1  # iterations a validation
-    expert: Path | None = runtime(None)  # demonstrations (those that the agent was cloned from)
-    labels: Path | None = runtime(None)  # RUN/q_labels.jsonl, made if missing
+    expert: Path | None = not_in_recipe(None)  # demonstrations (those that the agent was cloned from)
+    labels: Path | None = not_in_recipe(None)  # RUN/q_labels.jsonl, made if missing
 
 
 class Preference(NamedTuple):

@@ -38,7 +38,7 @@ from qlass.messages import State
 from qlass.outputs import find_or_make
 from qlass.pairs import states_of
 from qlass.records import Label
-from qlass.settings import Number, read_settings, run_stage, runtime
+from qlass.settings import Number, not_in_recipe, read_settings, run_stage
 from qlass.trees import read_trees
 from train_qnet import QNet
 
@@ -58,7 +58,7 @@ class Config(Update):
     lam: Number = 0.95  # lambda of the advantage
     critic_lr: Number = 1e-5  # learning rate of the critic, which is faster than the agent
     warm_up: NonNegativeInt = 200  # the critic's first updates
-    labels: Path | None = runtime(None)  # of `experiments.targets --target avg` (RUN/q_labels-avg.jsonl)
+    labels: Path | None = not_in_recipe(None)  # of `experiments.targets --target avg` (RUN/q_labels-avg.jsonl)
 
 
 def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.ndarray:

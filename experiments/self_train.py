@@ -38,7 +38,7 @@ from qlass.messages import without_thinking
 from qlass.outputs import Output, find_or_make
 from qlass.pairs import states_of
 from qlass.results import costs_of
-from qlass.settings import Number, Sampling, read_settings, run_stage, runtime
+from qlass.settings import Number, Sampling, not_in_recipe, read_settings, run_stage
 from qlass.trees import read_trees
 from train_qnet import QNet, scorer
 
@@ -56,10 +56,10 @@ class Config(Sampling):
     M: Annotated[PositiveInt, arg(aliases=["-M"])] = 3  # candidates a step, of qlass
     N: Annotated[PositiveInt | None, arg(aliases=["-N"])] = None  # trajectories a task (qlass 1, rft 3: equal samples)
     threshold: Number | None = None  # reward that it must reach (rft, tree: 1; qlass 0, all)
-    limit: NonNegativeInt = runtime(300)  # training tasks (0: all)
-    sft: Path | None = runtime(None)  # checkpoint of the agent (RUN/sft, made if missing)
-    qnet: Path | None = runtime(None)  # RUN/qnet, made if missing
-    trees: Path | None = runtime(None)  # RUN/trees.jsonl, made if missing
+    limit: NonNegativeInt = not_in_recipe(300)  # training tasks (0: all)
+    sft: Path | None = not_in_recipe(None)  # checkpoint of the agent (RUN/sft, made if missing)
+    qnet: Path | None = not_in_recipe(None)  # RUN/qnet, made if missing
+    trees: Path | None = not_in_recipe(None)  # RUN/trees.jsonl, made if missing
 
 
 async def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> list[dict]:

@@ -35,20 +35,20 @@ from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, start, step
 from qlass.noise import uniforms
 from qlass.results import costs_of, describe
-from qlass.settings import Number, read_settings, run_stage, runtime
+from qlass.settings import Number, not_in_recipe, read_settings, run_stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config):
     """q_search.py's settings, -N that of particles, and each value of these for the searches that have them."""
 
-    method: tuple[Literal["lookahead", "beam", "mcts", "particles"], ...] = runtime(())  # one or more
-    S: Annotated[tuple[PositiveInt, ...], arg(aliases=["-S"])] = runtime((4,))  # simulations a step, of mcts
-    k: Annotated[tuple[PositiveInt, ...], arg(aliases=["-k"])] = runtime((2,))  # states, of beam
-    tau: tuple[Number, ...] = runtime((0.1,))  # temperature of resampling
-    c: Annotated[tuple[Number, ...], arg(aliases=["-c"])] = runtime((1.0,))  # weight of the prior, of mcts
-    gamma: tuple[Number, ...] = runtime(())  # that of the QNet's labels, or .9
-    select: Suppress[str] = runtime("q")  # no flag here
+    method: tuple[Literal["lookahead", "beam", "mcts", "particles"], ...] = not_in_recipe(())  # one or more
+    S: Annotated[tuple[PositiveInt, ...], arg(aliases=["-S"])] = not_in_recipe((4,))  # simulations a step, of mcts
+    k: Annotated[tuple[PositiveInt, ...], arg(aliases=["-k"])] = not_in_recipe((2,))  # states, of beam
+    tau: tuple[Number, ...] = not_in_recipe((0.1,))  # temperature of resampling
+    c: Annotated[tuple[Number, ...], arg(aliases=["-c"])] = not_in_recipe((1.0,))  # weight of the prior, of mcts
+    gamma: tuple[Number, ...] = not_in_recipe(())  # that of the QNet's labels, or .9
+    select: Suppress[str] = not_in_recipe("q")  # no flag here
 
 
 class Draws(All):

@@ -52,7 +52,7 @@ from qlass.messages import State, parse_action, without_thinking
 from qlass.noise import uniforms
 from qlass.records import as_user_error
 from qlass.results import costs_of, describe
-from qlass.settings import Number, Sampling, read_settings, run_stage, runtime
+from qlass.settings import Number, Sampling, not_in_recipe, read_settings, run_stage
 
 OPENAI = "https://api.openai.com/v1"
 EPISODES = 8  # side by side
@@ -66,12 +66,12 @@ Name = Literal["greedy", "sample", "best_of_n", "random", "qlass"]
 class Chatting(Sampling):
     """A chat model in the place of an agent's checkpoint."""
 
-    sft: Fixed[None] = runtime(None)
+    sft: Fixed[None] = not_in_recipe(None)
     model: str = ""  # its name, if it is not in --server URL#MODEL
     examples: NonNegativeInt = 0  # demonstrations in front of the task
     body: Annotated[str, arg(metavar="JSON")] = "{}"  # more fields of a request; null leaves one out
-    max_answers: PositiveInt | None = runtime(None)  # that this command asks for
-    price: tuple[Number, Number] | None = runtime(None)  # of a million tokens read, and written
+    max_answers: PositiveInt | None = not_in_recipe(None)  # that this command asks for
+    price: tuple[Number, Number] | None = not_in_recipe(None)  # of a million tokens read, and written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +278,7 @@ class Config(Chatting, q_search.Config):
     out: RUN/results_MODEL.jsonl. label: the model's name.
     """
 
-    method: tuple[Name, ...] = runtime(("greedy", "random", "best_of_n", "qlass"))
+    method: tuple[Name, ...] = not_in_recipe(("greedy", "random", "best_of_n", "qlass"))
 
 
 class ChatMethod(Method):

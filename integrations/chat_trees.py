@@ -24,7 +24,7 @@ import envs
 from integrations.chat_agent import ChatModel, Chatting, announce
 from qlass import demonstrations
 from qlass.files import meta_path, read_json, write_json
-from qlass.settings import read_settings, run_stage, runtime
+from qlass.settings import not_in_recipe, read_settings, run_stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Config(Chatting, build_trees.Config):
 
     tasks: Literal["cloned", "new"] = "new"  # cloned: those of --expert
     rollouts: NonNegativeInt = 8  # at most, per tree (0: no bound)
-    limit: NonNegativeInt = runtime(100)  # number of tasks (0: all)
+    limit: NonNegativeInt = not_in_recipe(100)  # number of tasks (0: all)
 
 
 def main(argv: list[str] | None = None) -> None:

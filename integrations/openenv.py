@@ -16,7 +16,7 @@ from pydantic import NonNegativeInt
 import envs
 from integrations.trl import TextGame
 from qlass import UserError
-from qlass.settings import Run, read_settings, run_stage, runtime
+from qlass.settings import Run, not_in_recipe, read_settings, run_stage
 
 ONE_AT_A_TIME = threading.Lock()  # sessions are threads, and players share what an engine keeps
 
@@ -113,10 +113,10 @@ def application(world: envs.TextEnv) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Run):
-    plays_elsewhere: ClassVar[bool] = True
+    extends_options: ClassVar[bool] = True
 
-    host: str = runtime("127.0.0.1")
-    port: NonNegativeInt = runtime(8000)
+    host: str = not_in_recipe("127.0.0.1")
+    port: NonNegativeInt = not_in_recipe(8000)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -85,7 +85,7 @@ def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path
         raise UserError(f"{path}: no such file or folder ({stage}.py makes one)")
     if not path.exists():
         make(path, stage, config)
-    for problem in stale(path):
+    for problem in changed_inputs(path):
         warn(problem)
     return path
 
@@ -119,7 +119,7 @@ def answer_at_once(kind: type[R], doc: str | None, inputs_of: Callable[[R], Any]
     run_stage(look)
 
 
-def stale(output: Path) -> Iterator[str]:
+def changed_inputs(output: Path) -> Iterator[str]:
     """A sentence for each input of an output that has changed since."""
     meta = meta_of(output)
     for name in meta["inputs"]:
@@ -192,7 +192,7 @@ def check(
     if is_begun(output) and not old:
         problem = "is there without its .meta.json, so not of this command: move it"
         raise UserError(f"{output}: {problem}")
-    differs = differences(old, recipe, inputs)
+    differs = recipe_diff(old, recipe, inputs)
     if is_begun(output) and differs and not (own and config.overwrite):
         more = ", --overwrite starts again" if own else ""
         raise UserError(
@@ -201,7 +201,7 @@ def check(
     return recipe
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], inputs: Iterable[str]) -> str:
+def recipe_diff(old: dict[str, Any], new: dict[str, Any], inputs: Iterable[str]) -> str:
     """Differences of two recipes, in words: an input by its name alone, any other by both values.
     A precision of None is not known yet."""
     names = [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]

@@ -31,9 +31,9 @@ C = TypeVar("C")
 R = TypeVar("R", bound="Run")
 
 
-def runtime(default: Any) -> Any:
+def not_in_recipe(default: Any) -> Any:
     """A field that may differ when a run goes on: no byte of an output depends on it."""
-    return dataclasses.field(default=default, metadata={"runtime": True})
+    return dataclasses.field(default=default, metadata={"not_in_recipe": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,16 @@ class Run:
 
     stage: ClassVar[str] = ""  # whose table of a settings file this command reads
     output: ClassVar[str] = ""  # in the run's folder
-    plays_elsewhere: ClassVar[bool] = False  # with more options of the environment, if asked to
+    extends_options: ClassVar[bool] = False  # may add --env-option to those of the run
 
     env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
-    env_option: tuple[str, ...] = runtime(())  # NAME=VALUE, of the environment
-    run: Path = runtime(UNNAMED)  # folder of this run's files
-    preset: Literal["tiny", "paper"] | None = runtime(None)  # of a new run (paper: pretrained)
+    env_option: tuple[str, ...] = not_in_recipe(())  # NAME=VALUE, of the environment
+    run: Path = not_in_recipe(UNNAMED)  # folder of this run's files
+    preset: Literal["tiny", "paper"] | None = not_in_recipe(
+        None
+    )  # of a new run (paper: pretrained)
     seed: NonNegativeInt = 0  # of all random numbers
-    overwrite: bool = runtime(False)  # make the output again from scratch
+    overwrite: bool = not_in_recipe(False)  # make the output again from scratch
 
     @property
     def file(self) -> Path:
@@ -64,7 +66,9 @@ class Run:
     def recipe(self) -> dict[str, Any]:
         """The settings that the bytes of an output depend on."""
         fields = dataclasses.fields(self)
-        return {f.name: getattr(self, f.name) for f in fields if not f.metadata.get("runtime")}
+        return {
+            f.name: getattr(self, f.name) for f in fields if not f.metadata.get("not_in_recipe")
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,7 @@ class Model(Run):
 
     load_in: Literal["4bit", "8bit"] | None = None  # bits per weight (bitsandbytes)
     precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
-    device: Literal["cpu", "cuda"] | None = runtime(None)  # the GPU, or without one the CPU
+    device: Literal["cpu", "cuda"] | None = not_in_recipe(None)  # the GPU, or without one the CPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,10 +92,16 @@ class Sampling(Prompt):
     """Sampling in a stage in which the agent acts."""
 
     temperature: Number | None = None  # else the checkpoint's own (0.7; tiny: 1)
-    plain: bool = runtime(False)  # one sequence at a time, for recurrent models
-    cache_gb: Number | None = runtime(None)  # GB for prompts (2; on a GPU a quarter of its memory)
-    in_flight: PositiveInt | None = runtime(None)  # trees or episodes at once (64; sciworld: 4)
-    server: str | None = runtime(None)  # URL#MODEL of an OpenAI-compatible server of the agent
+    plain: bool = not_in_recipe(False)  # one sequence at a time, for recurrent models
+    cache_gb: Number | None = not_in_recipe(
+        None
+    )  # GB for prompts (2; on a GPU a quarter of its memory)
+    in_flight: PositiveInt | None = not_in_recipe(
+        None
+    )  # trees or episodes at once (64; sciworld: 4)
+    server: str | None = not_in_recipe(
+        None
+    )  # URL#MODEL of an OpenAI-compatible server of the agent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +114,9 @@ class Learning(Model):
     patience: PositiveInt
     lora: PositiveInt | None = None  # train updates of this rank alone
     optim: Literal["adamw", "adamw8bit"] = "adamw"  # moments in 32 or in 8 bits
-    gradient_checkpointing: bool = runtime(False)  # less memory, a third more time
-    micro_tokens: PositiveInt = runtime(8192)  # tokens in memory at once, padding included
-    save_every: PositiveInt = runtime(50)  # updates
+    gradient_checkpointing: bool = not_in_recipe(False)  # less memory, a third more time
+    micro_tokens: PositiveInt = not_in_recipe(8192)  # tokens in memory at once, padding included
+    save_every: PositiveInt = not_in_recipe(50)  # updates
 
 
 # ------------------------------------------------------------------------------ reading the flags
@@ -159,7 +169,7 @@ def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = N
         raise other_kind(own, f"--model {model}")
     if own.file.exists():
         options = tuple(dict.fromkeys((*own.env_option, *config.env_option)))
-        more = len(options) > len(own.env_option) and not kind.plays_elsewhere
+        more = len(options) > len(own.env_option) and not kind.extends_options
         if more or config.env != own.env:
             shown = " ".join([own.env, *own.env_option])
             raise UserError(f"{own.file} is of {shown}: change it there, or name another --run")

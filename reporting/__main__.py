@@ -24,7 +24,7 @@ from tyro.conf import Positional
 
 from qlass import UserError
 from qlass.files import atomic
-from qlass.outputs import stale
+from qlass.outputs import changed_inputs
 from qlass.settings import parse, run_stage
 
 TREES = ("q_labels.jsonl", "trees.jsonl")  # of a run, for the viewer: the first that there is
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     inputs = [path for _, path in sources]
     trees = config.trees or next((path for path in map(run.joinpath, TREES) if path.exists()), None)
     files = [*inputs, trees] if trees else inputs
-    warnings = list(dict.fromkeys(chain.from_iterable(map(stale, files))))
+    warnings = list(dict.fromkeys(chain.from_iterable(map(changed_inputs, files))))
     groups = read_results(sources, warnings)
 
     text = tables.text(groups, warnings)

@@ -18,7 +18,7 @@ import q_search
 from qlass import UserError, files, outputs
 from qlass.files import parts_folder, read_jsonl
 from qlass.outputs import Output, find_or_make
-from qlass.settings import FITS, Run, read_settings, run_stage, runtime, write_settings
+from qlass.settings import FITS, Run, not_in_recipe, read_settings, run_stage, write_settings
 
 TASKS = ["t0", "t1", "t2", "t3"]
 
@@ -26,8 +26,8 @@ TASKS = ["t0", "t1", "t2", "t3"]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage(Run):
     depth: int = 3
-    limit: int | None = runtime(None)
-    device: str | None = runtime(None)
+    limit: int | None = not_in_recipe(None)
+    device: str | None = not_in_recipe(None)
 
 
 def flags(*words: str) -> Stage:

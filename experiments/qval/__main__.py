@@ -33,13 +33,13 @@ from qlass.agent import set_first_messages
 from qlass.batching import LogProb, Models, Sample, drive
 from qlass.chat import FLAGS, Rendering
 from qlass.files import Inputs
-from qlass.settings import Number, read_settings, run_stage, runtime
+from qlass.settings import Number, not_in_recipe, read_settings, run_stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Judge):
     stage: ClassVar[str] = "qval"
-    plays_elsewhere: ClassVar[bool] = True
+    extends_options: ClassVar[bool] = True
 
     points: PositiveInt = 200  # states
     split: str = "test"  # tasks that they are from
@@ -52,9 +52,9 @@ class Config(Judge):
     gamma: Number = 0.95  # discount of the labels, as QVAL has it
     scorers: tuple[str, ...] = ()  # all whose inputs are there
     against: str = "random"  # the scorer that others are compared with
-    results: Path | None = runtime(None)  # of `search`: rewards to predict
-    sft: Path | None = runtime(None)  # the agent (RUN/sft, made if missing)
-    out: Path | None = runtime(None)  # RUN/qval
+    results: Path | None = not_in_recipe(None)  # of `search`: rewards to predict
+    sft: Path | None = not_in_recipe(None)  # the agent (RUN/sft, made if missing)
+    out: Path | None = not_in_recipe(None)  # RUN/qval
 
 
 @dataclasses.dataclass

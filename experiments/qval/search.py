@@ -18,12 +18,12 @@ from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.messages import State
 from qlass.noise import uniforms
-from qlass.settings import Number, read_settings, runtime
+from qlass.settings import Number, not_in_recipe, read_settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config, Judge):
-    scorer: tuple[str, ...] = runtime(())  # scores (all whose inputs are there)
+    scorer: tuple[str, ...] = not_in_recipe(())  # scores (all whose inputs are there)
     gamma: Number = 0.95  # discount of the scores that look ahead
 
 
