@@ -1,4 +1,5 @@
 # make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots, in runs/demo
+# make install   the virtual environment and its packages alone
 # make check   the same set-up, then the walkthrough's lake through all five stages: a minute
 # make test   the same set-up, then lint, types and tests; with COVER=--cov it reports the lines that it covers
 # make smollm2   all stages with a pretrained model of 135 M parameters: an hour; FLAGS="webshop --env-option data=DIR": hours
@@ -8,8 +9,9 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 ROOMS := data environments experiments integrations reporting tests $(wildcard docs/*.py)
 NARROW := --line-length 100 $(wildcard *.py qlass/*.py qlass/fast/*.py)  # what a reader reads
-.PHONY: demo check smollm2 test test-slow lint clean
+.PHONY: install demo check smollm2 test test-slow lint clean
 
+install: $(VENV)/.installed
 demo: $(VENV)/.installed
 	RUN=runs/demo EXPECTED=runs/reference_output/expected.csv PYTHON=$(BIN)/python bash runs/demo.sh
 check: $(VENV)/.installed

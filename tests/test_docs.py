@@ -4,6 +4,7 @@ import json
 import math
 import re
 import runpy
+import shutil
 import sys
 import types
 
@@ -81,6 +82,13 @@ def test_the_whole_on_one_page_is_what_the_scripts_do(lake):
     saved = load_file(lake / "sft/model.safetensors")
     saved |= {f"head.{k}": v for k, v in load_file(lake / "qnet/head.safetensors").items()}
     assert len(saved) > 30 and all((own[name] - weight).abs().max() < 1e-3 for name, weight in saved.items())
+
+
+def test_the_trained_run_plays(tmp_path, capsys):
+    run = shutil.copytree(build.ROOT / "runs/trained", tmp_path / "run")
+    q_search.main(["--run", str(run), "--method", "greedy", "qlass", "-M", "4", "--limit", "2"])
+    assert [line["reward"] for line in read_jsonl(run / "results.jsonl")] == [0.0, 1.0] * 2
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_the_rival_of_the_page_plays(agent, fake_world, tmp_path):
