@@ -183,7 +183,7 @@ def test_an_action_is_found_in_the_forms_that_chat_models_write(fake, tmp_path, 
     fake.text = form
     lines = played(fake, tmp_path, "--method", "greedy", "--limit", "1")
     assert lines[0]["reward"] == 1 and lines[0]["unknown_actions"] == 0
-    assert "warning" not in capsys.readouterr().err
+    assert "have no action" not in capsys.readouterr().err
 
 
 def test_what_a_chat_model_wrote_is_played(fake):
