@@ -37,6 +37,15 @@ def values(tree, target, gamma=0.9):
     return {n["node_id"]: (n["q_raw"], n["q"]) for n in labelled}
 
 
+def test_the_root_counts_in_the_min_max():
+    """In a tree of one branch it is the least: without it all values were equal."""
+    branch = [
+        node(0, None, nodes=2, messages=[{"role": "user", "content": "go"}]),
+        node(1, 0, 1.0, branch=1, done=True),
+    ]
+    assert values(branch, "q") == {0: (0.9, 0.0), 1: (1.0, 1.0)}
+
+
 @pytest.mark.parametrize(("target", "raw"), [
     # Q(3) = 1, Q(4) = .5, Q(1) = .9 max(1, .5), Q(2) = .2, Q(0) = .9 max(.9, .2)
     ("q", {0: 0.81, 1: 0.9, 2: 0.2, 3: 1.0, 4: 0.5}),

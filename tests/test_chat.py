@@ -33,7 +33,10 @@ def test_the_executable_part_of_an_action(text, action):
     assert parse_action(text) == action
 
 
-@given(st.text(alphabet="ab :\n", max_size=20), st.text(alphabet="ab []", max_size=20))
+thoughts = st.lists(st.sampled_from(["a", "b ", "\n", "Action:", "\nAction: b"]), max_size=6).map("".join)
+
+
+@given(thoughts, st.text(alphabet="ab []", max_size=20))
 def test_what_react_writes_parse_action_reads(thought, action):
     assert parse_action(react(thought, action)) == action.strip()
 

@@ -139,6 +139,16 @@ def test_a_training_in_packs_is_the_plain_one_whatever_a_portion_holds():
     torch.testing.assert_close(*([*net.parameters()] for net in nets), atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize(("rank_weight", "best"), [(0.0, 1), (4.0, 2)])
+def test_with_a_rank_weight_the_error_within_states_chooses_the_epoch(rank_weight, best, monkeypatch):
+    errors = iter([{"mse": 0.1, "within_mse": 0.2}, {"mse": 0.2, "within_mse": 0.1}])
+    some = {"sibling_accuracy": 0.5, "sibling_pairs": 9}
+    monkeypatch.setattr(train_qnet, "ranking", lambda score, trees: next(errors) | some)
+    trees = [pairs_of(labelled_tree(f"train{i}")) for i in range(5)]
+    figures = trained(qnet(hidden=8), trees, trees, epochs=2, lr=1e-3, rank_weight=rank_weight)
+    assert figures["best_epoch"] == best
+
+
 def sibling_accuracy(trees: list, scores: dict) -> dict:
     ranks = ranking(lambda requests: [[scores[r.state, action] for action in r.actions] for r in requests], trees)
     return {name: ranks[name] for name in ("sibling_accuracy", "sibling_pairs")}
