@@ -122,8 +122,8 @@ def test_paired_difference_by_hand():
 
 
 def test_shared_seeds_are_paired_else_those_in_the_same_place():
-    a = series({("t", 4): 1.0, ("t", 6): 0.0, ("u", 4): 1.0})
-    shared, others = series({("t", 6): 0, ("u", 4): 0}), series({("t", 7): 0.5, ("u", 7): 0})
+    a = series({("t", 4): 1.0, ("t", 6): 0.0, ("u", 4): 1.0, ("u", 6): 1.0})
+    shared, others = series({("t", 6): 0, ("u", 6): 0}), series({("t", 7): 0.5, ("u", 7): 0})
     assert paired_difference(a, shared).mean == pytest.approx(0.5)  # t: 0 - 0, u: 1 - 0; by place t would be 1 - 0
     assert paired_difference(a, others).mean == pytest.approx(0.75)  # t: 1 - .5, u: 1 - 0
 
