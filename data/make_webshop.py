@@ -173,7 +173,7 @@ SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel
 
 
 def crowd(seed: int, products: int) -> Iterator[tuple[dict, dict, list[dict]]]:
-    """Of one product after the other its record in items_shuffle, in items_ins_v2, and its human instructions."""
+    """Yield product after product: its record in items_shuffle, in items_ins_v2, and its human instructions."""
     rng = random.Random(f"webshop crowd {seed}")
     uniform, ratio = rng.random, (WORDS + FLATTER) / FLATTER
     vocabulary = ["".join(pair) for pair in itertools.product(SYLLABLES, repeat=2)]
@@ -280,7 +280,7 @@ def is_made(folder: Path, note: str) -> bool:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder may be written to: it is new, empty, or was made here."""
+    """True if a folder may be written to: it is new, empty, or was made here."""
     return not folder.exists() or (folder / "made_by").exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 

@@ -61,7 +61,7 @@ def choice(action: str) -> str:
 
 
 def content(page: str, task: str) -> str:
-    """What tells a shop's page from others: no buttons, no names of products by letters and digits."""
+    """The words that distinguish a page of a shop: no buttons, no names of products by letters and digits."""
     shared = (
         r"Observation:\n.*|[A-Z]\d{3}|< Prev|Next >|Back to Search|Buy Now|Description|Features|Reviews|Rating.*|Page.*"
     )

@@ -66,6 +66,6 @@ class Switches(TextEnv):
         return [(self.thought(action), action) for action in self.valid_actions()]
 
     def thought(self, action: str) -> str:
-        """What the agent sees of the lamp: the same words for a right action and for a wrong one."""
+        """The lamp as the agent sees it: the same words for a right action and for a wrong one."""
         lamp = action.removeprefix("switch ")
         return "That is all." if action == "done" else f"{lamp} is {'on' if lamp in self.on else 'off'}."

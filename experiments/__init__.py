@@ -14,7 +14,7 @@ if not hasattr(envs, "TextEnv"):  # `python -m` looks for modules where it is st
 
 
 def drive_in_order(players: Iterable[Coroutine], models: Models, width: int = 64) -> Iterator[Any]:
-    """What `drive` yields, in the order of the players."""
+    """The results of `drive`, in the order of the players."""
 
     async def numbered(number: int, player: Coroutine) -> tuple[int, Any]:
         return number, await player
@@ -36,7 +36,7 @@ class All(Request[list]):
 
 
 def several(model: Callable[[list], list]) -> Callable[[list[All]], list[list]]:
-    """What answers `All` requests, from what answers each one of theirs."""
+    """Return a function that answers `All` requests, by one that answers each of theirs."""
 
     def answer(batches: list[All]) -> list[list]:
         replies = iter(model([request for batch in batches for request in batch.requests]))

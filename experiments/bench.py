@@ -1,4 +1,4 @@
-"""How fast each part is, side by side with what one would take without it, in one run.
+"""The speed of each part, side by side with what one would take without it, in one run.
 
     python -m experiments.bench                     # all: sampling, trees, qnet
     python -m experiments.bench --only sampling qnet
@@ -92,7 +92,7 @@ class Generate:
         return tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
 
     def valid_tokens(self, requests: list[Sample], width: int) -> tuple[Callable, int]:
-        """What may follow the tokens of a row, so that it becomes a valid action; the longest action's tokens."""
+        """The tokens that may follow those of a row, so that it becomes a valid action; the longest action's tokens."""
         actions = []
         for request in requests:
             actions.append([self.chat.action(text, request.state.task) for text in request.valid])
@@ -107,7 +107,7 @@ class Generate:
 
 
 def rounds_of(env: envs.TextEnv, chat: Chat, episodes: int, skip: int, steps: int = 3) -> list[list[Sample]]:
-    """What the steps of episodes side by side ask after the first `skip`, of a player who moves at random."""
+    """Requests of the steps of episodes side by side, after the first `skip`, of a player who moves at random."""
     rng = random.Random(0)
     rounds: list[list[Sample]] = [[] for _ in range(skip + steps)]
     for task in env.task_ids("train")[:episodes]:

@@ -29,7 +29,7 @@ class Choice(TypedDict):
 
 
 class Reply(TypedDict):
-    """What is read of a chat completion."""
+    """The fields that are read of a chat completion."""
 
     model: NotRequired[str | None]
     choices: Annotated[list[Choice], Field(min_length=1)]

@@ -109,7 +109,7 @@ class Oracle(Variant):
 
 
 def ahead(env: envs.TextEnv, state: State, action: str, otherwise: float | None = None, *gamma: float) -> float:
-    """What an action earns if it ends the episode, else `otherwise` or the best that can then be reached."""
+    """The reward of an action if it ends the episode, else `otherwise` or the best that can then be reached."""
     if otherwise is None and hasattr(env, "q_star_of"):  # its steps may slip: no single next state decides
         return env.q_star_of(parse_action(action), *gamma)
     here = env.snapshot()

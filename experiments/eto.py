@@ -60,7 +60,7 @@ class Config(learning.Config):
 
 
 class Preference(NamedTuple):
-    """What was done in two trajectories of a task, or once each in a state: `win` is preferred to `lose`."""
+    """Actions of two trajectories of a task, or once each in a state: `win` is preferred to `lose`."""
 
     win: list[Decision]
     lose: list[Decision]

@@ -1,4 +1,4 @@
-"""What only a GPU can show. `bash runs/paper.sh gpu_check` runs it, and the stages between the two calls.
+"""Measurements that need a GPU. `bash runs/paper.sh gpu_check` runs it, and the stages between the two calls.
 
 python -m experiments.gpu_check model DIR       # DIR/base: random weights in the shape of Llama-2-7B
 python -m experiments.gpu_check figures DIR     # after the stages: the table DIR/gpu_check.md
@@ -53,7 +53,7 @@ def make_model(folder: Path) -> None:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Of a call, until the device has done it."""
+    """The seconds of a call, until the device has done it."""
     wait = torch.cuda.synchronize if GPU else lambda: None
     wait()
     started = time.perf_counter()

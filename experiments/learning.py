@@ -1,4 +1,4 @@
-"""What the learners beside this file share: flags, a budget, validation, the best checkpoint, resuming.
+"""The parts that the learners beside this file share: flags, a budget, validation, the best checkpoint, resuming.
 
 A learner improves RUN/sft by `iterate(last)`, which makes the next line of RUN/sft-NAME.updates.jsonl from the last
 one: what was spent so far, and figures of the batch. `learn` calls it until the budget is spent, or until PATIENCE
@@ -73,7 +73,7 @@ class Learner:
         self.optimizer.zero_grad()
 
     def drive(self, players: Iterable[Coroutine], env: envs.TextEnv, seed: int) -> list[Any]:
-        """What these return, whose samples the agent draws as it is now."""
+        """Run the players and return their results; the agent samples with its weights of now."""
         policy = FastPolicy(self.model, self.chat, seed)  # a new one: the last one remembers the weights before
         return list(drive_in_order(players, {Sample: policy.sample}, env.side_by_side))
 

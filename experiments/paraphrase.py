@@ -52,8 +52,8 @@ class Reworded(Candidate):
 
 
 def under_wordings(sample: Callable, reworder: Reworder) -> Callable:
-    """What answers `Sample` requests as `sample` does, candidate k of trial n under wording n M + k of the task. Each
-    wording is asked for once."""
+    """Return a function that answers `Sample` requests as `sample` does, candidate k of trial n under wording n M + k
+    of the task. Each wording is asked for once."""
     reworder = functools.cache(reworder)
 
     def parts_of(request: Sample) -> list[Sample]:
@@ -108,8 +108,8 @@ def counted(method: Method) -> Method:
 
 
 def prompt_tokens(chat: Chat, episodes: Sequence[Episode]) -> int:
-    """What the policy reads for `Reworded` draws, as `results.costs_of` counts it with one wording. Of several, the
-    task's own alone has the agent's words in the cache; each other one reads the full conversation."""
+    """Tokens that the policy reads for `Reworded` draws, as `results.costs_of` counts them with one wording. Of
+    several, the task's own alone has the agent's words in the cache; each other one reads the full conversation."""
     cached = []
     again = 0
     for steps in episodes:

@@ -178,7 +178,7 @@ def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
 
 
 def head(plans: pd.DataFrame) -> str:
-    """Where a set of families was planned, of how many units, what changed later, and the pages that state it."""
+    """The plan of a set of families: its place, its units, what changed later, and the pages that state it."""
     planned = plans[plans["planned"] != ""].itertuples()
     lines = [f"Planned: {plan.settings}, {plan.date}, {plan.planned} {plan.unit}." for plan in planned]
     lines += [change for change in plans["changes"] if change not in ("", "as above")]

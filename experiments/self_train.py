@@ -106,7 +106,7 @@ def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, config: Config
 
 
 def best_branch(tree: list[dict]) -> list[dict]:
-    """Of the branches that the agent ended that of the highest reward, of equals the shortest; [] if it ended none."""
+    """The branch with the highest reward that the agent ended, of equals the shortest; [] if it ended none."""
     ends = [node for node in tree if node["done"] and node["source"] == "policy"]
     ends.sort(key=lambda node: (-node["reward"], node["depth"]))
     return [branch_to(tree, node) for node in ends[:1]]
@@ -138,13 +138,13 @@ def kept(lines: Iterable[dict], threshold: float, expert: Iterable[dict]) -> lis
 
 
 def speaks(line: dict) -> bool:
-    """Whether no reply is empty, and no thought of one is cut."""
+    """True if no reply is empty, and no thought of one is cut."""
     replies = (turn["content"] for turn in line["messages"] if turn["role"] == "assistant")
     return all(without_thinking(reply).strip() for reply in replies)
 
 
 def cloned_lines(checkpoint: Path, env: envs.TextEnv) -> list[dict]:
-    """What a checkpoint was cloned from, as lines of expert.jsonl."""
+    """Demonstrations that a checkpoint was cloned from, as lines of expert.jsonl."""
     path, most = demonstrations.demonstrations_of(checkpoint)
     if path is None:
         raise UserError(f"{checkpoint}: the demonstrations that it was cloned from are gone")

@@ -72,7 +72,7 @@ class Config(Update):
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """What leads to a leaf of a tree. Trajectories of a tree share the decisions above their branching."""
+    """The path to a leaf of a tree. Trajectories of a tree share the decisions above their branching."""
 
     decisions: tuple[Decision, ...]
     reward: float

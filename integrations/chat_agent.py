@@ -228,7 +228,7 @@ class ChatModel(Remote):
         return {} if math.isnan(cost) else {"cost": round(cost, 6)}
 
     def report(self) -> None:
-        """What was billed by this command; and answers that were not what they should be."""
+        """Report the bill of this command, and answers that were not what they should be."""
         usage = self.usage - self.before
         print("billed:", json.dumps(usage | self.cost(usage)))
         for name, problem in PROBLEMS.items():

@@ -1,4 +1,4 @@
-"""How QLASS's authors evaluate on ALFWorld (Rafa-zy/QLASS at 6f2cdf4): their prompt, and the figures they print.
+"""The evaluation of QLASS's authors on ALFWorld (Rafa-zy/QLASS at 6f2cdf4): their prompt, and the figures they print.
 
     python q_search.py --env integrations.qlass_evaluation:ALFWorld ...    # as in runs/paper.sh release
     python -m integrations.qlass_evaluation RUN/results-*.jsonl            # a file for each episode of a game

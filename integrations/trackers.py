@@ -36,7 +36,7 @@ class Config:
 
 
 def tracker_of(name: str, folder: Path) -> Callable[[dict[str, float], int], None]:
-    """What hands the figures of a step to a tracker, whose files are in the folder."""
+    """Return a function that hands the figures of a step to a tracker, whose files are in the folder."""
     with as_user_error(f"pip install {name}"):
         module = importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
     remove(folder)

@@ -1,4 +1,4 @@
-"""Where a model computes, in how many bits, and divided among which processes."""
+"""The device of a model, its precision, and its division among processes."""
 
 import os
 from collections.abc import Callable

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qlass.chat import Chat
 from qlass.messages import State
 
-if TYPE_CHECKING:
-    from q_search import Episode, Step
+Episode = list[Any]  # of q_search.Step
 
 # --------------------------------------------------------------------------- the outcome of a task
 
@@ -40,7 +39,7 @@ def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
 
 
 def costs_of(
-    chat: Chat, episodes: Sequence[Episode], scored: Callable[[Step], list[str]]
+    chat: Chat, episodes: Sequence[Episode], scored: Callable[[Any], list[str]]
 ) -> dict[str, Any]:
     """Tokens of a task's episodes: a model reads and writes each once, as with a prompt cache.
 

@@ -106,7 +106,7 @@ class Sampling(Prompt):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learning(Model):
-    """How a model is trained: each stage has its own of the first four."""
+    """The training of a model; each stage has its own defaults of the first four."""
 
     lr: Number
     epochs: PositiveInt

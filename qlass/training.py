@@ -241,7 +241,7 @@ class Training:
             self.save("best")
 
     def state(self) -> dict[str, Any]:
-        """What is trained and its moments, themselves, and the random numbers."""
+        """The trained weights and their moments, themselves, and the random numbers."""
         trained, moments = get_state_dict(self.model, self.optimizer, options=TRAINED)
         random = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
         return {"trained": trained, "moments": moments, "random": random}

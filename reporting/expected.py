@@ -1,4 +1,4 @@
-"""Whether rewards lie within expected ranges: `python -m reporting --expected FILE`."""
+"""Comparison of rewards with expected ranges: `python -m reporting --expected FILE`."""
 
 from collections.abc import Sequence
 from pathlib import Path

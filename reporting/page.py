@@ -98,7 +98,7 @@ def tree_data(path: Path | None, limit: int = 60) -> str:
 
 
 def agent_ends(nodes: list[dict]) -> int:
-    """How many branches of a tree the agent has ended, the expert's not counted."""
+    """The number of branches of a tree that the agent has ended, the expert's not counted."""
     inner = {node["parent"] for node in nodes}
     return sum(i not in inner and node["source"] != "expert" for i, node in enumerate(nodes))
 

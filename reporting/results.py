@@ -101,7 +101,7 @@ class Group:
 
     @cached_property
     def row(self) -> pd.DataFrame:
-        """What the table's row is of: the tasks that all seeds have played, or all where there are not two such."""
+        """Episodes of the table's row: the tasks that all seeds have played, or all where there are not two such."""
         seeds = self.episodes.groupby("task")["seed"].transform("nunique")
         row = self.episodes[seeds == self.n_seeds]
         return row if row["task"].nunique() > 1 else self.episodes
@@ -261,14 +261,14 @@ WORLD = {"environment": "env", "version": "env_version", "options": "env_option"
 
 
 def protocol_of(path: Path) -> dict[str, Any]:
-    """What the numbers of a file mean: the environment of its recipe, and how its tasks were played."""
+    """The protocol of a file's numbers: the environment of its recipe, and how its tasks were played."""
     meta = meta_of(path)
     world = {name: meta["recipe"][setting] for name, setting in WORLD.items() if setting in meta["recipe"]}
     return world | meta.get("protocol", {"not told by": str(path)})
 
 
 def protocol(groups: Sequence[Group]) -> dict[str, Any]:
-    """What the numbers of these rows mean: what their files' metadata and lines tell, several values as a list."""
+    """The protocol of these rows' numbers: what their files' metadata and lines tell, several values as a list."""
     episodes = pd.concat([group.episodes for group in groups])
     fields: dict[str, list] = {}
     for path in episodes["file"].unique():

@@ -168,7 +168,7 @@ def count_of_choices(line: dict) -> str:
 
 
 def compared(env: Any, line: dict, rival: dict) -> str:
-    """What the agent earns alone, and where the two ways part."""
+    """Show the reward of the agent alone, and where the two ways part."""
     ours, theirs = ([env.canonical(parse_action(step["action"])) for step in way["steps"]] for way in (line, rival))
     text = f"The agent alone, greedy, earns {rival['reward']:.3g} after {rival['n_steps']} steps. "
     if ours == theirs:

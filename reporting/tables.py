@@ -38,7 +38,7 @@ def number(value: float, digits: int = 0) -> str:
 
 
 def own(group: Group) -> bool:
-    """Whether its method is a reader's."""
+    """True if its method is a reader's."""
     return group.condition.method not in METHODS
 
 
@@ -68,7 +68,7 @@ def greedy_of(group: Group, groups: Sequence[Group]) -> Group | None:
 
 
 def search_of(group: Group, groups: Sequence[Group], method: str) -> Group | None:
-    """Of a row of QLASS, or of a reader's own, the search by another score that draws as many candidates."""
+    """For a row of QLASS, or a reader's own, the search by another score that draws as many candidates."""
     c = group.condition
     searches = c.method == "qlass" or own(group)
     return peer(group, groups, method, c.M or 1, c.N or 1) if searches else None
@@ -87,7 +87,7 @@ def nearest(group: Group, groups: Sequence[Group], oracle: bool) -> Group | None
 
 
 def variants(one: Condition, other: Condition) -> bool:
-    """Whether two rows are of one method and budget, by two labels: such as two QNets. The first one is the earlier."""
+    """True for two rows of one method and budget by two labels, such as two QNets, in this order."""
     return one.label < other.label and replace(one, label=other.label) == other
 
 

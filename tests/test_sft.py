@@ -191,7 +191,7 @@ def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, cap
 
 
 def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, monkeypatch):
-    """A stopped training goes on from the same weights, wherever they lie. It refuses other weights."""
+    """A stopped training resumes with the same weights in another folder, and refuses other weights."""
     name, here, there = "org/model", tmp_path / "model", tmp_path / "there"
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda asked, **_: str({name: here}[asked]))
 

@@ -68,7 +68,7 @@ class Study:
     rendering: Rendering
 
     def settings(self, *flags: str) -> dict[str, Any]:
-        """What a file depends on beside its inputs: these flags, and how the agent samples."""
+        """The recipe of a file beside its inputs: these flags, and how the agent samples."""
         return {name: getattr(self.config, name) for name in ("seed", *FLAGS, *flags)} | self.env.settings
 
     def points(self) -> list[Point]:

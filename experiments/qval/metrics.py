@@ -1,4 +1,4 @@
-"""How well scores agree with labels: rank statistics per state and overall, with ties, failures and noise.
+"""Agreement of scores with labels: rank statistics per state and overall, with ties, failures and noise.
 
 Scores and labels are a Series each, one value a candidate, NaN where there is no score. The index says of what: block
 (of tasks that vary together), state, action, and whether the behaviour policy has taken it.
@@ -28,7 +28,7 @@ def index(points: Sequence[Any]) -> pd.MultiIndex:
 
 
 def series(values: Sequence[Sequence[float | None]], index: pd.MultiIndex) -> pd.Series:
-    """Of the values of each state's candidates."""
+    """A series of the values of each state's candidates."""
     return pd.Series([value for actions in values for value in actions], index, dtype=float)
 
 
@@ -47,14 +47,14 @@ def mean_rho(scores: pd.Series, labels: pd.Series) -> float:
 
 
 def difference(scores: pd.Series, rival: pd.Series, labels: pd.Series) -> pd.Series:
-    """Of each block, how far a score's per-state rho is above its rival's, on the candidates that both have scored."""
+    """For each block, the lead of a score's per-state rho over its rival's, on the candidates that both have scored."""
     shared = scores.notna() & rival.notna()
     gains = per_state(scores[shared], labels[shared]) - per_state(rival[shared], labels[shared])
     return gains.groupby("block").mean().dropna()
 
 
 def differ(values: pd.Series) -> pd.Series:
-    """Whether the values of a state differ, for each state."""
+    """True for each state whose values differ."""
     return values.groupby(STATE).nunique() > 1
 
 

@@ -57,7 +57,7 @@ class Call(Request[list]):
 
 
 def answer(calls: list[Call]) -> list[list]:
-    """What `drive` needs to serve calls: {Call: answer}."""
+    """The models of `drive` that serve calls: {Call: answer}."""
     items: dict[Callable, list] = defaultdict(list)
     for call in calls:
         items[call.function] += call.items
@@ -87,7 +87,7 @@ class Decision:
 
 
 class Context:
-    """What scores are made from, each loaded when the first score asks for it."""
+    """The sources of scores, each loaded when the first score asks for it."""
 
     def __init__(self, config: Any) -> None:
         """config: of `qval` or of its search, with the fields of `Judge`."""
@@ -119,7 +119,7 @@ class Context:
         return policy
 
     def qnet(self, name: str) -> Any:
-        """What answers Score requests by the net in RUN/NAME."""
+        """Return a function that answers Score requests by the net in RUN/NAME."""
         if name not in self.qnets:
             qnet = QNet.from_pretrained(self.config.run / name, self.config)
             self.qnets[name] = scorer(qnet, self.config.plain, self.config.cache_gb)
@@ -157,7 +157,7 @@ def lake(state: State, action: str) -> float:
 
 
 def overlap(state: State, action: str) -> float:
-    """How many of the task's words stand in the action and its thought, and as a tie-break how dense they stand."""
+    """The number of the task's words in the action and its thought, and as a tie-break how dense they stand."""
     words = re.findall(r"[^\W_]+(?:[.'-][^\W_]+)*", action.lower())
     shared = set(words) & task_words(state.task)
     return len(shared) + len(shared) / (1 + len(words))
@@ -243,7 +243,7 @@ async def self_distillation(context: Context, decision: Decision, truth: bool = 
 
 
 async def vote_share(context: Context, decision: Decision) -> Scores:
-    """How many of VOTES draws of the agent are this action (self-consistency)."""
+    """The number of VOTES draws of the agent are this action (self-consistency)."""
     rendering, canonical = context.agent.chat.rendering, decision.env.canonical
     draws = await ask(decision.env, decision.state, VOTES, (*decision.key, "vote"), rendering)
     votes = Counter(canonical(parse_action(draw.text)) for draw in draws)
@@ -291,7 +291,7 @@ def entries(context: Context, named: Sequence[str], without: Collection[str] = (
 
 
 async def scored(env: envs.TextEnv, point: Point, entry: Entry, context: Context) -> dict[str, Any]:
-    """What a score gives to each candidate and, of a judge, how many answers there are, and how many are unread."""
+    """A score's value for each candidate and, of a judge, how many answers there are, and how many are unread."""
     decision = Decision(env, point.restore(env), point.candidates, (point.task_id, "score", point.hash))
     values = await entry.scores(context, decision)
     numbers = [None if value is None else float(value) for value in values]
