@@ -238,11 +238,11 @@ def environment_class(name: str) -> type[TextEnv]:
         choice = f"there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
         raise UserError(f"--env {name}: {choice}")
     with as_user_error(f"--env {name}", errors=ModuleNotFoundError):
-        found = importlib.import_module(module)
-    if not hasattr(found, kind):
-        near = [f" (there is {n})" for n in difflib.get_close_matches(kind, dir(found), 1)]
+        namespace = importlib.import_module(module)
+    if not hasattr(namespace, kind):
+        near = [f" (there is {n})" for n in difflib.get_close_matches(kind, dir(namespace), 1)]
         raise UserError(f"--env {name}: no such class{''.join(near)}")
-    return getattr(found, kind)
+    return getattr(namespace, kind)
 
 
 def make(name: str, split: str = "train", **options: Any) -> TextEnv:

@@ -51,27 +51,27 @@ def play_rules(env: Any) -> None:
 
     env.max_steps = limit = env.max_steps or STEPS
     snapshots: list[Any] = []
-    whole = list(play(env, expert(env, task), snapshots))
+    episode = list(play(env, expert(env, task), snapshots))
     env.restore(snapshots[0])
-    env.max_steps = len(whole) + 1  # which tells whether the number of steps is restored too
+    env.max_steps = len(episode) + 1  # which tells whether the number of steps is restored too
     others = list(play(env, others_of(env), []))
     begin(env, task)
     again(env, others, "other actions after restore are answered as in an episode of their own")
     env.max_steps = limit
-    for i in (len(whole) - 1, 0, 0):
+    for i in (len(episode) - 1, 0, 0):
         env.restore(snapshots[i])
-        again(env, whole[i:], "restore goes back to a snapshot, which no step changes")
+        again(env, episode[i:], "restore goes back to a snapshot, which no step changes")
 
-    half = len(whole) // 2
+    half = len(episode) // 2
     begin(env, task)
-    again(env, whole[:half], "every play of a task is alike")
+    again(env, episode[:half], "every play of a task is alike")
     if env.side_by_side > 1:
         visit(env.fork(), other)
-    again(env, whole[half:], "what a fork does changes nothing in another episode")
+    again(env, episode[half:], "what a fork does changes nothing in another episode")
     visit(env.fork(), other)
     fork = env.fork()
     begin(fork, task)
-    again(fork, whole, "a fork plays as the environment does, after the close of another one too")
+    again(fork, episode, "a fork plays as the environment does, after the close of another one too")
     fork.close()
     check_env(env, skip_render_check=True, skip_close_check=True)
     env.max_steps = 1

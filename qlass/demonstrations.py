@@ -75,8 +75,8 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
         warn(f"{path}: {', '.join(sorted(unread))} is not read (an outcome is a `reward`)")
     train = {*env.split_ids("train")}
     if others := [line.task_id for line in expert if line.task_id not in train]:
-        found = f"{path}: {len(others)} have no task_id of a training task (the first: {others[0]})"
-        warn(f"{found}, so they may be of test tasks")
+        problem = f"{path}: {len(others)} have no task_id of a training task (such as {others[0]})"
+        warn(f"{problem}, so they may be of test tasks")
     return expert
 
 
@@ -101,9 +101,9 @@ def refuse_openings(expert: list[Demonstration], env: Any) -> None:
         if demonstration.task_id in train:
             expected = start(fork, str(demonstration.task_id)).messages
         if begin != expected:
-            found = f"demonstration {number} begins with {[text[:60] for _, text in begin]}"
+            problem = f"demonstration {number} begins with {[text[:60] for _, text in begin]}"
             rule = "all begin with one instruction and agreement, and the goal stands behind them"
-            raise UserError(f"{found}: {rule} (or, by task_id, as {env.name} begins the task)")
+            raise UserError(f"{problem}: {rule} (or, by task_id, as {env.name} begins the task)")
     fork.close()
 
 
@@ -117,21 +117,21 @@ def replay_all(expert: Iterable[Demonstration], env: Any) -> None:
         task: Any = demonstration.task_id
         if task not in train:
             continue
-        known, reward = False, math.inf
+        has_valid, reward = False, math.inf
         actions = demonstration.state.actions
         moves = replay(fork, task, actions)
         with contextlib.suppress(UserError):  # the episode ends before the last action
             for action, _ in zip(actions, moves, strict=False):
-                known = known or fork.knows(parse_action(action))
+                has_valid = has_valid or fork.knows(parse_action(action))
             reward = next(moves).reward
         recorded = reward if demonstration.reward is None else demonstration.reward
-        if not known or abs(reward - recorded) > 0.01:
+        if not has_valid or abs(reward - recorded) > 0.01:
             strange.append(task)
     fork.close()
     if strange:
         fault = f"earn another reward here, or have no action that {env.name} knows"
-        found = f"{len(strange)} demonstrations {fault}, such as that of task {strange[0]}"
-        warn(f"{found} (python -m reporting.demonstration)")
+        problem = f"{len(strange)} demonstrations {fault}, such as that of task {strange[0]}"
+        warn(f"{problem} (python -m reporting.demonstration)")
 
 
 def demonstrations_of(checkpoint: Path) -> tuple[Path | None, int | None]:

@@ -122,9 +122,9 @@ def check(model: Any, chat: Chat, plain: bool) -> None:
         raise UserError("its tokenizer has tokens beyond the model's embeddings")
     tokens = torch.tensor([chat.action(PROBE, "")], device=model.device)
     with as_user_error("its model class"):
-        whole, alone = model(input_ids=tokens)[0], model(input_ids=tokens[:, :1])[0]
+        logits, alone = model(input_ids=tokens)[0], model(input_ids=tokens[:, :1])[0]
     first = alone[0, 0]
-    if (whole[0, 0] - first).abs().mean() > 0.1 * first.abs().mean():
+    if (logits[0, 0] - first).abs().mean() > 0.1 * first.abs().mean():
         raise UserError("it is not causal: its past changes with what follows")
     if not plain:
         from qlass.fast import parity
