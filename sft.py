@@ -206,23 +206,6 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
     return sum(losses) / sum(example.targets for example in examples)
 
 
-@torch.no_grad()
-def end_share(model: Any, examples: list[Example], end: int) -> float:
-    """The share of actions after which the likeliest token is the end of the turn. An agent that
-    has not learned to end its turn writes on, whatever its loss: a warning."""
-    model.eval()
-    ended: list[bool] = []
-    for example in examples:
-        ids = torch.tensor([example.ids], device=model.device)
-        likeliest = model(input_ids=ids, use_cache=False).logits[0].argmax(-1).tolist()
-        written = zip(likeliest, example.labels[1:], strict=False)  # the last one predicts no label
-        ended += [token == end for token, label in written if label == end]
-    share = sum(ended) / max(1, len(ended))
-    if share < 0.9:
-        warn(f"it ends {share:.0%} of its turns where they should end: its texts will run on")
-    return share
-
-
 # --------------------------------------------------------------------------------------------- main
 
 
@@ -276,7 +259,6 @@ def main(argv: list[str] | None = None) -> None:
     figures = log.finish(
         lambda: models.save(model, chat, log.out, config, adapter),
         tasks=sorted({line.task_id for line in expert if line.task_id}),
-        ends=end_share(model, learned[:32], chat.stop_id),
         fingerprint=Policy(model, chat).likelihoods([QUESTION])[0],
     )
     print(f"{log.out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")

@@ -210,21 +210,6 @@ def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, mo
     train(there)
 
 
-def test_of_actions_behind_which_the_turn_ends_the_share_by_hand(monkeypatch):
-    """OK, left, right: behind one of them the end is the likeliest token."""
-    model, whole = tiny_lm(CHAT), sft.example_of(CHAT, STATE, 100)
-    likely = [CHAT.stop_id if i == 12 else 7 for i in range(22)]  # behind each token; 12 is left
-    logits = torch.nn.functional.one_hot(torch.tensor([likely])).float()
-    monkeypatch.setattr(model, "forward", lambda **_: SimpleNamespace(logits=logits))
-    assert sft.end_share(model, [whole, whole], CHAT.stop_id) == pytest.approx(1 / 3)
-
-
-def test_an_agent_that_has_not_learned_to_end_its_turns_is_told(clone, tmp_path, capsys):
-    clone("--n-expert", "2")
-    assert "its texts will run on" in capsys.readouterr().err
-    assert meta_of(tmp_path / "sft")["ends"] < 0.9
-
-
 def test_no_answer_is_cut_in_play_that_was_learned(clone, tmp_path):
     Rendering(max_new_tokens=3).save(tmp_path / "model")
     agent, _ = clone("--n-expert", "2")
