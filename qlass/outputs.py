@@ -135,18 +135,13 @@ def begin(output: Path, config: Run, settings: dict[str, Any], inputs: Inputs) -
     """
     if output in inputs.values():
         raise UserError(f"{output} is an input too: name another --out")
-    rules = settings.get("env_version")  # a stage that plays nothing has its inputs'
     for name, path in inputs.items():
-        source = meta_of(path)["recipe"] if path else {}
-        env, version = source.get("env", config.env), source.get("env_version") or rules
+        env = meta_of(path)["recipe"].get("env", config.env) if path else config.env
         if env != config.env:
             raise UserError(f"{path} is of {env}, not of {config.env}: name another --{name}")
-        rules = rules or version
-        if version != rules:
-            warn(f"{path} is of version {version} of {env}, and the rest of version {rules}")
     check(output, config, settings)  # what takes no time goes first
     hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
-    settings = settings | hashes | {"stage": config.stage, "env_version": rules}
+    settings = settings | hashes | {"stage": config.stage}
     if "precision" in settings:
         from qlass.device import device_and_precision  # loads torch
 

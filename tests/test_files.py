@@ -249,18 +249,3 @@ def test_other_data_and_another_version_are_refused(tmp_path, agent, monkeypatch
     with pytest.raises(UserError, match=r"results.jsonl was begun with env_files {'data': "):
         play()
     play("--overwrite")
-
-
-def test_what_another_version_made_is_told_where_the_environment_is_played(tmp_path, capsys):
-    sft = tmp_path / "sft"
-    sft.mkdir()
-    files.write_json(files.meta_path(sft), {"recipe": {"env": "webshop", "env_version": "0"}, "inputs": {}})
-    config = flags("--run", str(tmp_path / "run"))
-    labels = tmp_path / "labels.jsonl"
-    outputs.begin(labels, config, {}, {"sft": sft, "labels": None})  # which plays nothing: of its input's version
-    labels.touch()
-    for version, told in (("0", []), (None, []), ("1", [sft, labels])):
-        inputs = {"sft": sft, "labels": labels}
-        outputs.begin(tmp_path / f"x{version}.jsonl", config, {"env_version": version}, inputs)
-        lines = [f"warning: {path} is of version 0 of webshop, and the rest of version 1\n" for path in told]
-        assert capsys.readouterr().err == "".join(lines)
