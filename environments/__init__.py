@@ -108,12 +108,15 @@ def from_json(text: str) -> Any:
 
 
 def contents_of(options: dict[str, Any]) -> dict[str, str]:
-    """The names and sizes, as a hash, of the files in each place that an option names, but for a `cache`."""
+    """The fingerprint of each file or folder that an option names, but for a `cache`."""
     paths = {name: Path(value) for name, value in options.items() if isinstance(value, str) and name != "cache"}
     return {name: fingerprint(path) for name, path in paths.items() if path.exists()}
 
 
 def fingerprint(path: Path) -> str:
-    files = sorted(file for file in [path, *path.rglob("[!.]*")] if file.is_file())
+    """A hash of a file's content or, as a folder may hold gigabytes, of the names and sizes of its files."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    files = sorted(file for file in path.rglob("[!.]*") if file.is_file())
     listing = "".join(f"{os.path.relpath(file, path)} {file.stat().st_size}\n" for file in files)
     return hashlib.sha256(listing.encode()).hexdigest()[:16]
