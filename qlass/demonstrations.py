@@ -19,9 +19,6 @@ from qlass.messages import State, parse_action, replay, start
 from qlass.outputs import Output
 from qlass.settings import Run
 
-# Those that are read, and two of ETO's, by which it names a task.
-FIELDS = {*records.DemonstrationLine.__annotations__, "conversations", "id", "game_file"}
-
 
 @dataclass(frozen=True)
 class Demonstration:
@@ -55,10 +52,8 @@ def collect(env: Any, config: Run, most: int | None) -> Path:
 def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     """The first `most` demonstrations of a file."""
     expert: list[Demonstration] = []
-    unread: set[str] = set()
     lines: Any = itertools.islice(records.read(path, records.DemonstrationLine), most)
     for line in lines:
-        unread |= line.keys() - FIELDS
         if "conversations" in line:
             line.setdefault("task_id", env.published_id(line))
         for turn in line["messages"]:
@@ -71,8 +66,6 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
             raise UserError(f"{path}: demonstration {len(expert)} has no action")
     if not expert:
         raise UserError(f"{path}: holds no demonstration")
-    if unread:
-        warn(f"{path}: {', '.join(sorted(unread))} is not read (an outcome is a `reward`)")
     train = {*env.split_ids("train")}
     if others := [line.task_id for line in expert if line.task_id not in train]:
         problem = f"{path}: {len(others)} have no task_id of a training task (such as {others[0]})"

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, NotRequired, TypeVar
 from pydantic import (
     AfterValidator,
     AliasChoices,
-    BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
@@ -34,13 +33,6 @@ class Line(TypedDict):
 ROLES = {"human": "user", "gpt": "assistant"}  # ETO's and ours
 
 
-def without_empty_fields(turn: Any) -> Any:
-    """A message without null fields and empty lists, which tables of a data set write."""
-    if isinstance(turn, dict):
-        return {name: value for name, value in turn.items() if value not in (None, [])}
-    return turn
-
-
 @with_config(ConfigDict(extra="forbid"))  # nobody would read a tool call
 class Turn(TypedDict):
     role: Annotated[
@@ -61,9 +53,7 @@ def in_turns(messages: list[Turn]) -> list[Turn]:
     return messages
 
 
-Messages = Annotated[
-    list[Annotated[Turn, BeforeValidator(without_empty_fields)]], AfterValidator(in_turns)
-]
+Messages = Annotated[list[Turn], AfterValidator(in_turns)]
 
 
 class DemonstrationLine(Line):
@@ -137,12 +127,8 @@ LAYOUT = " (a file is one JSON list, or has one JSON object a line)"
 
 
 def read(path: Path, kind: type[L]) -> Iterator[L]:
-    """The lines of a file, or of a JSON list as in ETO's files. UserError for one of another type.
-
-    A null field that a line may lack is no field: pandas writes one for each.
-    """
+    """The lines of a file, or of a JSON list as in ETO's files. UserError for another type."""
     check = TypeAdapter(kind).validate_python
-    required = kind.__required_keys__  # type: ignore[attr-defined]
     with as_user_error(path):
         text = path.read_text(encoding="utf-8-sig")
     with as_user_error(path, LAYOUT):
@@ -152,8 +138,6 @@ def read(path: Path, kind: type[L]) -> Iterator[L]:
             continue
         with as_user_error(f"{path}:{number}", LAYOUT):
             record: Any = json.loads(line) if isinstance(line, str) else line
-        if isinstance(record, dict) and kind is not Line:
-            record = {n: v for n, v in record.items() if v is not None or n in required}
         with as_user_error(f"{path}:{number}"):
             fields = check(record)
         record.update(fields)  # in the order of the file

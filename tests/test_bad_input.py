@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pandas
 import pytest
 from fakes import FakeEnv, dump
 from test_bellman import node
@@ -12,7 +11,6 @@ from test_bellman import node
 import bellman
 from qlass import UserError
 from qlass.demonstrations import demonstrations_of, read
-from qlass.trees import read_trees
 from reporting.expected import read_ranges
 from reporting.results import lines_of
 from train_qnet import read_pairs
@@ -85,27 +83,10 @@ def test_a_bad_file_is_named_with_its_line_and_its_fault(name, content, says, tm
     assert not (tmp_path / "run" / "q_labels.jsonl").exists()
 
 
-def test_a_table_of_pandas_is_read_as_it_was(tmp_path):
-    """It writes each field in each line, null where there was none, and a whole number as 0.0."""
-    ours, theirs = tmp_path / "trees.jsonl", tmp_path / "pandas.jsonl"
-    ours.write_text(tree(ROOT, LEAF))
-    pandas.read_json(ours, lines=True).to_json(theirs, orient="records", lines=True)
-    assert '"parent_id":0.0' in theirs.read_text() and '"messages":null' in theirs.read_text()
-    assert [*read_trees(theirs)] == [*read_trees(ours)]
-
-
-def test_what_is_not_read_of_demonstrations_is_told(tmp_path, capsys):
-    path = tmp_path / "expert.jsonl"
-    path.write_text(chat(LEFT, success=False, score=0))
-    assert read(path, FakeEnv())[0].reward is None
-    told = capsys.readouterr().err
-    assert "score, success is not read" in told and "1 have no task_id of a training task" in told
-
-
 def test_lists_of_others_are_read_with_all_their_fields(tmp_path):
-    """A list may begin with an empty line. A table of a data set has null fields in its messages."""
+    """A list may begin with an empty line."""
     path = tmp_path / "eto.json"
-    turns = [{"from": "human", "value": "go", "loss": None}, {"from": "gpt", "value": "Action: left", "tools": []}]
+    turns = [{"from": "human", "value": "go"}, {"from": "gpt", "value": "Action: left"}]
     lines = [{"id": 7, "conversations": turns, "task_id": "train2", "reward": 0.5, "system": None}]
     path.write_text("\n" + json.dumps(lines, indent=1))
     [shown] = read(path, FakeEnv())
