@@ -117,6 +117,6 @@ def prompt_tokens(chat: Chat, episodes: Sequence[Episode]) -> int:
         last = states[-1]
         wordings = {candidate.wording for step in steps for candidate in step.samples}
         alone = wordings if len(wordings) == 1 else wordings & {last.task}
-        cached += [[reword(state, wording) for state in states] for wording in alone]
+        cached += [reword(state, wording) for state in states for wording in alone]
         again += sum(len(chat.prompt(reword(last, wording))) for wording in wordings - alone)
     return environment_tokens(chat, cached) + again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -50,7 +50,7 @@ def costs_of(
     """
     steps = list(chain.from_iterable(episodes))
     by_qnet = {(step.state, action) for step in steps for action in scored(step)}
-    prompt = environment_tokens(chat, ([step.state for step in episode] for episode in episodes))
+    prompt = environment_tokens(chat, (step.state for step in steps))
     read = sum(len(chat.action(action, state.task)) for state, action in by_qnet)
     generated = sum(candidate.tokens for step in steps for candidate in step.samples)
     tokens = {"prompt": prompt, "generated": generated, "scored": read and prompt + read}
@@ -58,24 +58,23 @@ def costs_of(
     return {"tokens": tokens, "cut_prompts": cut_prompts}
 
 
-def environment_tokens(chat: Chat, episodes: Any) -> int:
-    """Tokens of the environment's words: all of a first state, then each last message.
+def environment_tokens(chat: Chat, states: Iterable[State]) -> int:
+    """Tokens of the environment's words: all of a first state, of later ones the last message.
 
     Where the oldest turns are left out beyond the model's context, what follows them is read again,
     the agent's words too.
     """
-    tokens: dict[State, int] = {}
-    for states in episodes:
-        for t, state in enumerate(states):
-            messages = chat.prompt_tokens(state)
-            if t == 0:
-                messages = messages[::2]  # not the agent's OK
-            elif chat.is_truncated(state):
-                messages = messages[chat.fixed_messages(state) :]
-            else:
-                messages = messages[-1:]
-            tokens.setdefault(state, sum(map(len, messages)))
-    return sum(tokens.values())
+    total = 0
+    for state in set(states):
+        messages = chat.prompt_tokens(state)
+        if len(state.messages) == state.opening + 1:
+            messages = messages[::2]  # not the agent's OK
+        elif chat.is_truncated(state):
+            messages = messages[chat.fixed_messages(state) :]
+        else:
+            messages = messages[-1:]
+        total += sum(map(len, messages))
+    return total
 
 
 # --------------------------------------------------------------------------------------- the file

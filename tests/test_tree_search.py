@@ -216,6 +216,6 @@ def test_a_plan_stands_in_the_next_prompt_and_costs_its_tokens():
     reflections = [r for r in requests if isinstance(r, Reflect)]
     assert len(reflections) == 2 and reflections[0].state.messages[-1][1].endswith(retry.ASK)
     asks = [len(CHAT.message_tokens(r.state)[-1]) for r in reflections]  # what comes before is in the cache
-    read = environment_tokens(CHAT, ([s] for s in trials if len(s.messages) == 3))
+    read = environment_tokens(CHAT, [s for s in trials if len(s.messages) == 3])
     read += sum(len(CHAT.message_tokens(s)[-1]) for s in trials if len(s.messages) > 3)
     assert record["tokens"]["prompt"] == sum(asks) + read
