@@ -15,7 +15,9 @@ template, and writes free text, "Thought: ... Action: ...", as in the paper.
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from qlass.outputs import answer_at_once, checkpoint
 from qlass.settings import Learning, Number, PositiveInt, not_in_recipe, read_settings, run_stage
@@ -38,6 +40,8 @@ class Config(Learning):
     patience: PositiveInt = 2  # epochs without a better validation before it ends
     max_tokens: PositiveInt = 4096  # where a trajectory is cut
     candidates: Literal["free", "valid"] = "free"  # what the agent may write
+    layers: PositiveInt = 3  # of the tiny model
+    width: Annotated[int, Field(gt=0, multiple_of=64)] = 128  # of the tiny model's hidden states
     plain: bool = not_in_recipe(False)  # for a model that reads no token trees, as --plain in play
 
 
@@ -216,7 +220,7 @@ def load(
     torch.manual_seed(config.seed)
     if start is None:
         texts = (text for demonstration in expert for _, text in demonstration.state.messages)
-        model, tokenizer = tiny_model(texts)
+        model, tokenizer = tiny_model(texts, config.layers, config.width)
         model.to(models.device_and_precision(config)[0])
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:

@@ -54,6 +54,7 @@ class Config(Learning, Prompt):
     patience: PositiveInt = 2  # epochs without a better validation before it ends
     loss_on: Literal["all", "last"] = "all"  # tokens of (s, a) that carry the loss (Eq. 11: all)
     rank_weight: Number = 0.0  # of a loss on siblings' differences (0: none, as in the paper)
+    hidden: PositiveInt = 1024  # width of the value head's two hidden layers (App. A.2)
     head_lr: Number | None = None  # learning rate of the value head (--lr)
     plain: bool = False  # pair by pair: for models that read no token tree
     max_tokens: PositiveInt = 4096  # of a packed tree
@@ -95,7 +96,7 @@ class QNet(nn.Module):
         super().__init__()
         self.backbone, self.chat = backbone, chat
         size = backbone.config.get_text_config().hidden_size
-        self.head = nn.Sequential(  # Eq. (10); App. A.2: two hidden layers of 1024, ReLU
+        self.head = nn.Sequential(  # Eq. (10); App. A.2: two hidden layers, ReLU
             nn.Linear(size, hidden),
             nn.ReLU(),
             nn.Linear(hidden, hidden),
@@ -256,7 +257,7 @@ def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[list[Pa
 def load(sft: Path, config: Config) -> QNet:
     """A QNet of the agent's weights and a new head."""
     torch.manual_seed(config.seed)  # here: the agent may have been trained in this process just now
-    qnet = QNet(*models.load(sft, config, train=not config.lora, body=True))
+    qnet = QNet(*models.load(sft, config, train=not config.lora, body=True), config.hidden)
     if device.is_divided(qnet.backbone) and not config.lora:  # all that is trained, or nothing
         device.divide(qnet.head, next(qnet.backbone.parameters()).device_mesh)
     return qnet

@@ -105,18 +105,17 @@ class Aids:
 AIDS: Any = dict(
     mark_matches=True, compact=True, candidates="valid", stop=(), temperature=1.0, max_new_tokens=48
 )
-SIZE: Any = dict(
-    hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=2,
-    max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.06,
-)  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '<user>' + m.content + '\n' }}"
     "{% else %}{{ m.content + '<end>' }}{% endif %}{% endfor %}"
 )
 
 
-def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
-    """A small Llama with random weights, and a byte-level BPE trained on these texts."""
+def tiny_model(
+    texts: Iterable[str], layers: int = 3, width: int = 128, vocabulary: int = 4096
+) -> tuple[Any, Any]:
+    """A small Llama with random weights, and a byte-level BPE trained on these texts. width: of a
+    hidden state, a multiple of 64, which is the width of an attention head."""
     import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers.models import BPE
@@ -133,5 +132,17 @@ def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
     tokens = {"pad_token": "<pad>", "eos_token": "<end>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **tokens)
     tokenizer.chat_template = TEMPLATE
-    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**ids, **SIZE)), tokenizer
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        initializer_range=0.06,
+    )
+    return transformers.LlamaForCausalLM(config), tokenizer
