@@ -66,9 +66,8 @@ class Config(Sampling):
     rollouts: NonNegativeInt = 64  # at most, per tree (0: no bound)
     steps: PositiveInt | None = None  # step limit of the agent (the environment's)
     limit: NonNegativeInt = not_in_recipe(0)  # number of tasks (0: all)
-    expert: Path | None = not_in_recipe(
-        None
-    )  # demonstrations (those that the agent was cloned from)
+    # demonstrations (those that the agent was cloned from)
+    expert: Path | None = not_in_recipe(None)
     no_expert: bool = False  # leave out the expert's branch (lines 11-13)
     prune: Literal["branch", "tail"] = "branch"  # tail: a branch without reward queues 2 nodes
 

@@ -47,9 +47,8 @@ class Run:
     env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
     env_option: tuple[str, ...] = not_in_recipe(())  # NAME=VALUE, of the environment
     run: Path = not_in_recipe(UNNAMED)  # folder of this run's files
-    preset: Literal["tiny", "paper"] | None = not_in_recipe(
-        None
-    )  # of a new run (paper: pretrained)
+    # of a new run (paper: pretrained)
+    preset: Literal["tiny", "paper"] | None = not_in_recipe(None)
     seed: NonNegativeInt = 0  # of all random numbers
     overwrite: bool = not_in_recipe(False)  # make the output again from scratch
 
@@ -93,15 +92,12 @@ class Sampling(Prompt):
 
     temperature: Number | None = None  # else the checkpoint's own (0.7; tiny: 1)
     plain: bool = not_in_recipe(False)  # one sequence at a time, for recurrent models
-    cache_gb: Number | None = not_in_recipe(
-        None
-    )  # GB for prompts (2; on a GPU a quarter of its memory)
-    in_flight: PositiveInt | None = not_in_recipe(
-        None
-    )  # trees or episodes at once (64; sciworld: 4)
-    server: str | None = not_in_recipe(
-        None
-    )  # URL#MODEL of an OpenAI-compatible server of the agent
+    # GB for prompts (2; on a GPU a quarter of its memory)
+    cache_gb: Number | None = not_in_recipe(None)
+    # trees or episodes at once (64; sciworld: 4)
+    in_flight: PositiveInt | None = not_in_recipe(None)
+    # URL#MODEL of an OpenAI-compatible server of the agent
+    server: str | None = not_in_recipe(None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
