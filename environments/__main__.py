@@ -40,7 +40,6 @@ def main(argv: list[str] | None = None) -> None:
         play(env, config.seed)
     else:
         check(env)
-        print(f"{env.name}: keeps the rules")
 
 
 if __name__ == "__main__":
