@@ -94,8 +94,7 @@ def make(path: Path, stage: str, config: Run) -> None:
     """Run the stage that makes an output, if the flags of the run are all that it needs."""
     run = config.run
     flags = ["--run", str(run), "--env", config.env, "--seed", str(config.seed)]
-    flags += ["--preset", str(config.preset)]
-    flags += [f"--env-option={option}" for option in config.env_option]
+    flags += ["--preset", str(config.preset), *map("--env-option={}".format, config.env_option)]
     words = shlex.join(flags)
     if run != default_run(config.env) and not config.file.exists():
         others = [file.parent.name for file in run.parent.glob("*/settings.toml")]
@@ -133,8 +132,6 @@ def begin(output: Path, config: Run, settings: dict[str, Any], inputs: Inputs) -
 
     settings: what its bytes depend on, beside the content of the inputs.
     """
-    if output in inputs.values():
-        raise UserError(f"{output} is an input too: name another --out")
     for name, path in inputs.items():
         env = meta_of(path)["recipe"].get("env", config.env) if path else config.env
         if env != config.env:
@@ -147,12 +144,10 @@ def begin(output: Path, config: Run, settings: dict[str, Any], inputs: Inputs) -
 
         settings["precision"] = device_and_precision(config)[1]
     recipe = check(output, config, settings, inputs)
-    meta = meta_of(output)
     if config.overwrite:
         for path in (output, parts_folder(output), meta_path(output)):
             remove(path)
-    if config.overwrite or not is_begun(output):
-        meta = {"recipe": {}, "inputs": {}}
+    meta = meta_of(output) if is_begun(output) else {"recipe": {}, "inputs": {}}
     folder = output.parent.resolve()
     places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
     meta |= {"recipe": meta["recipe"] | recipe, "inputs": meta["inputs"] | places}
@@ -180,30 +175,26 @@ def is_begun(output: Path) -> bool:
 def check(
     output: Path, config: Run, settings: dict[str, Any], inputs: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The settings as JSON has them. UserError for an output that was begun with others."""
+    """The settings as JSON has them. UserError for an output that was begun with others.
+
+    inputs: the settings of which only the names are shown. A precision of None is not known yet.
+    """
     recipe = json.loads(json.dumps(settings, default=str))
+    if not is_begun(output):
+        return recipe
     old = meta_of(output)["recipe"]
-    own = old.get("stage", config.stage) == config.stage
-    if is_begun(output) and not old:
+    if not old:
         problem = "is there without its .meta.json, so not of this command: move it"
         raise UserError(f"{output}: {problem}")
-    differs = recipe_diff(old, recipe, inputs)
-    if is_begun(output) and differs and not (own and config.overwrite):
-        more = ", --overwrite starts again" if own else ""
-        raise UserError(
-            f"{output} was begun with {differs}: another --out or --run keeps both{more}"
-        )
+    names = [name for name in sorted(old.keys() & recipe.keys()) if old[name] != recipe[name]]
+    if "precision" in names and recipe["precision"] is None:
+        names.remove("precision")
+    own = old["stage"] == config.stage
+    if names and not (own and config.overwrite):
+        words = [f"another {n}" if n in inputs else f"{n} {old[n]}, not {recipe[n]}" for n in names]
+        way = "another --out or --run keeps both" + ", --overwrite starts again" * own
+        raise UserError(f"{output} was begun with {'; '.join(words)}: {way}")
     return recipe
-
-
-def recipe_diff(old: dict[str, Any], new: dict[str, Any], inputs: Iterable[str]) -> str:
-    """Differences of two recipes, in words: an input by its name alone, any other by both values.
-    A precision of None is not known yet."""
-    names = [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
-    if new.get("precision") is None:
-        names = [name for name in names if name != "precision"]
-    words = [f"another {n}" if n in inputs else f"{n} {old[n]}, not {new[n]}" for n in names]
-    return "; ".join(words)
 
 
 # ------------------------------------------------------------------------ outputs of several parts

@@ -40,6 +40,7 @@ def not_in_recipe(default: Any) -> Any:
 class Run:
     """The settings of every command of a run."""
 
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # a file names no other setting
     stage: ClassVar[str] = ""  # whose table of a settings file this command reads
     output: ClassVar[str] = ""  # in the run's folder
     extends_options: ClassVar[bool] = False  # may add --env-option to those of the run
@@ -134,19 +135,19 @@ def together(kind: type, words: Sequence[str]) -> list[str]:
     """The words with all values of a flag behind its first place; UserError for a flag with one
     value that is given twice."""
     types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    flags: dict[str, list[str]] = {}
+    flags: dict[str, list[str]] = {"": []}  # by name, each with its values
     name = ""
     for word in words:
-        if re.match("--?[a-zA-Z]", word):
-            flag, equals, value = word.partition("=")
-            name = flag.lstrip("-").replace("-", "_")
-            if name not in types and name.swapcase() in types:
-                raise UserError(f"{flag}: there is {flag.swapcase()}")
-            if name in flags and "tuple[" not in types.get(name, ""):
-                raise UserError(f"{flag} is given twice")
-            flags.setdefault(name, [flag]).extend([value] if equals else [])
-        else:
-            flags.setdefault(name, []).append(word)
+        if not re.match("--?[a-zA-Z]", word):
+            flags[name].append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        if name.swapcase() in types:
+            raise UserError(f"{flag}: there is {flag.swapcase()}")
+        if name in flags and "tuple[" not in types.get(name, ""):
+            raise UserError(f"{flag} is given twice")
+        flags.setdefault(name, [flag]).extend([value] if equals else [])
     return list(itertools.chain(*flags.values()))
 
 
@@ -158,14 +159,14 @@ def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = N
         config = dataclasses.replace(config, run=default_run(config.env))
     own = defaults(config)
     config = parse(kind, doc, words, own)
-    model = getattr(config, "model", "tiny")
+    model = getattr(config, "model", own.preset)
     if config.preset != own.preset:
         raise other_kind(own, f"--preset {config.preset}")
-    if kind.stage == "sft" and (model == "tiny") != (own.preset == "tiny"):
+    if (model == "tiny") != (own.preset == "tiny"):
         raise other_kind(own, f"--model {model}")
     if own.file.exists():
         options = tuple(dict.fromkeys((*own.env_option, *config.env_option)))
-        more = len(options) > len(own.env_option) and not kind.extends_options
+        more = options != own.env_option and not kind.extends_options
         if more or config.env != own.env:
             shown = " ".join([own.env, *own.env_option])
             raise UserError(f"{own.file} is of {shown}: change it there, or name another --run")
@@ -188,8 +189,6 @@ def defaults(config: R) -> R:
         values |= with_lora
     if getattr(config, "expert", None):
         values.pop("n_expert", None)  # a file is read to its end
-    if unknown := values.keys() - vars(config).keys():
-        raise UserError(f"{file}: there is no setting {min(unknown)}")
     values |= {"run": config.run, "preset": "tiny" if tiny else "paper"}
     values |= {} if begun else {"env": config.env}
     return by_types(type(config), values, f"{file}: ")

@@ -110,7 +110,7 @@ def label(tmp_path):
 def test_the_command_keeps_every_line_and_adds_q_and_replaces_its_own_labels_alone(label, tmp_path, capsys):
     with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
         bellman.main(["--trees", "none.jsonl"])
-    with pytest.raises(UserError, match="is an input too"):
+    with pytest.raises(UserError, match="not of this command"):
         label(tree_by_hand(), out="trees.jsonl")
     flat = [n | {"task_id": "u", "reward": 0.0} for n in tree_by_hand()]
     assert len(label(tree_by_hand())) == 5
