@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -16,12 +16,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from qlass.files import atomic
+from qlass.messages import parse_action
+from qlass.records import as_user_error
 from reporting.results import Group, tables_of
 from reporting.stats import Estimate
 
 INK = "#2b2d31"  # in the HTML the page's own text colour
 GREY = "#8c8c8c"
 COLOURS = {"qlass": "#0072b2", "best_of_n": "#d55e00", "likeliest": "#e69f00", "greedy": GREY, "sample": GREY}
+TAKEN, REST = "#2f6fd6", "#c8d7f0"  # the bar of the candidate that was taken, and of the others
 ORACLE, OTHER = "#cc79a7", "#009e73"  # methods that look at the true reward; those that search differently
 MARKERS = "osD^vph>"  # of curves
 STYLE = {
@@ -38,6 +42,7 @@ STYLE = {
     "font.size": 9,
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "report",  # the same ids each time
     "text.parse_math": False,  # a label's $ too
 }
 PNG = {"dpi": 150, "bbox_inches": "tight", "facecolor": "white"}
@@ -57,10 +62,17 @@ def draw(groups: Sequence[Group], out: Path) -> dict[str, str]:
     return pictures
 
 
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture whose format is that of the path's suffix."""
+    with atomic(path) as draft, as_user_error(path), mpl.rc_context(STYLE):
+        metadata = {"Date": None} if path.suffix == ".svg" else {}  # the same bytes each time
+        figure.savefig(draft, format=path.suffix[1:], bbox_inches="tight", metadata=metadata)
+
+
 def svg(figure: Figure) -> str:
     """The figure as an SVG element for an HTML page."""
     file = io.StringIO()
-    with mpl.rc_context(STYLE | {"svg.hashsalt": "report"}):  # the same ids each time
+    with mpl.rc_context(STYLE):
         figure.savefig(file, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
@@ -116,4 +128,27 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
     log_axis(right, "environment steps a task")
     left.set_ylabel("mean reward, 95 % interval")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center")
+    return figure
+
+
+@mpl.rc_context(STYLE)
+def episode(line: dict, words: Callable[[str], str] = parse_action) -> Figure:
+    """A line of results: of each step that had a choice the actions by their Q, the one taken dark."""
+    labels = {}  # by their height
+    figure = Figure(figsize=(WIDTH, 1), layout="constrained")
+    axes = figure.subplots()
+    for number, step in enumerate(line["steps"], 1):
+        ranked = sorted(step["candidates"], key=lambda candidate: -candidate["q"])
+        for place, candidate in enumerate(ranked if len(ranked) > 1 else []):
+            height, q = len(labels) + number / 2, candidate["q"]
+            axes.barh(height, q, color=TAKEN if candidate["action"] == step["action"] else REST)
+            axes.text(max(q, 0) + 0.02, height, f"{q:.2f}", va="center")
+            labels[height] = f"step {number}: " * (place == 0) + words(candidate["action"])
+    axes.set_yticks([*labels], labels.values())
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    axes.invert_yaxis()
+    axes.set_xlabel("Q")
+    figure.set_figheight(0.2 * max(labels, default=0) + 1)
+    figure.suptitle(fill(f"{line['task']}: reward {line['reward']:.2g} after {line['n_steps']} steps", 90), fontsize=9)
     return figure

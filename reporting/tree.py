@@ -1,4 +1,4 @@
-"""A tree as a picture: its nodes by depth, the action above each edge, below it the node's q or who played it.
+"""A tree as a picture: its nodes by depth, the action above each edge, below it the node's q or its branch.
 
 python -m reporting.tree --run runs/demo --task 2033     # of q_labels.jsonl, or without it of trees.jsonl
 
@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
-from textwrap import shorten
+from textwrap import fill, shorten
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
 
 from qlass import UserError
-from qlass.files import atomic
 from qlass.messages import parse_action
 from qlass.settings import parse, run_stage
-from qlass.trees import read_trees
-from reporting import svg
+from qlass.trees import children_of, read_trees
+from reporting.figures import INK, STYLE, save
 
 LETTERS = 12  # of an action, at most: what fits above an edge
+GOOD, BAD = "#aceebb", "#ffcecb"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +41,49 @@ def short(action: str) -> str:
     return cut if cut != "…" else action[: LETTERS - 1] + "…"
 
 
-def picture(tree: list[dict]) -> str:
-    """The SVG of a tree, labelled or not."""
-    above, below, fills = [""], [""], []
-    for node in tree:
-        end = svg.GOOD if node["reward"] else svg.BAD
-        unlabelled = end if node["done"] else svg.WHITE
-        fills.append(svg.shade(node["q"]) if "q" in node else unlabelled)
-    for node in tree[1:]:
-        above.append(short(parse_action(node["action"])))
-        below.append(f"{node['q']:.2f}" if "q" in node else node["source"])
-    return svg.tree(tree, above, below, fills)
+def words_of(node: dict) -> str:
+    return short(parse_action(node["action"]))
+
+
+def label_of(node: dict) -> str:
+    if "q" in node:
+        return f"{node['q']:.2f}"
+    return f"branch {node['branch']}" if node["source"] == "policy" else node["source"]
+
+
+def colour_of(node: dict) -> str | tuple[float, ...]:
+    if "q" in node:
+        return mpl.colormaps["Blues"](0.55 * node["q"])  # dark numbers stay legible on it
+    end = GOOD if node["reward"] else BAD
+    return end if node["done"] else "white"
+
+
+@mpl.rc_context(STYLE)
+def draw(nodes: list[dict], words: Callable[[dict], str] = words_of) -> Figure:
+    """The nodes of a tree, labelled or not: a column a depth, a row a leaf, a parent beside its children."""
+    children = children_of(nodes)
+    leaves = [place for place, below in enumerate(children) if not below]
+    rows = {leaf: float(row) for row, leaf in enumerate(leaves)}
+    for place in reversed(range(len(nodes))):  # a parent stands before its children
+        if below := children[place]:
+            rows[place] = (rows[below[0]] + rows[below[-1]]) / 2
+    deepest = max(node["depth"] for node in nodes)
+    figure = Figure(figsize=(1.2 * deepest + 1.2, 0.5 * len(leaves) + 0.2))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-0.2, deepest + 0.8), ylim=(len(leaves) - 0.5, -0.8))
+    axes.axis("off")
+    axes.set_title(fill(nodes[0]["task"], 18 * (deepest + 1)), loc="left")
+    for place, node in enumerate(nodes):
+        x, y = node["depth"], rows[place]
+        axes.scatter(x, y, s=250, color=[colour_of(node)], edgecolors=INK, zorder=2)
+        axes.text(x, y, str(node["node_id"]), ha="center", va="center", weight="bold")
+        if node["done"]:
+            axes.text(x + 0.2, y, f"r = {node['reward']:.2g}", va="center", weight="bold")
+        for child in children[place]:
+            row = rows[child]
+            axes.plot([x, x + 0.2, x + 1], [y, row, row], color=INK, linewidth=1, zorder=1)
+            axes.text(x + 0.54, row - 0.07, words(nodes[child]), ha="center")
+            axes.text(x + 0.54, row + 0.07, label_of(nodes[child]), ha="center", va="top", weight="bold")
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -55,12 +91,11 @@ def main(argv: list[str] | None = None) -> None:
     here = [config.run / name for name in ("q_labels.jsonl", "trees.jsonl")]
     path = config.trees or next((file for file in here if file.exists()), here[1])
     trees = {tree[0]["task_id"]: tree for tree in read_trees(path)}
-    task = config.task or next(iter(trees), "")
+    task = config.task or next(iter(trees))
     if task not in trees:
         raise UserError(f"{path}: no tree of task {task}; its tasks are {', '.join([*trees][:5])}, ...")
     out = config.out or path.with_name(f"tree_{re.sub('[^a-zA-Z0-9_.-]', '-', task)}.svg")
-    with atomic(out) as draft:
-        draft.write_text(picture(trees[task]), encoding="utf-8")
+    save(draw(trees[task]), out)
     print(f"{out}: the {len(trees[task])} nodes of task {task}")
 
 

@@ -276,16 +276,17 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
 
 
 def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
-    """A circle for each node, its action above the edge, its q or its source below; without --task the first tree."""
+    """The task, each node's action and its q or its branch; without --task the first tree."""
     lines = [node for node in read_jsonl(TREES) if node["task_id"] == "train_0"]
     unlabelled = [{k: v for k, v in node.items() if k not in ("q", "q_raw")} for node in lines]
     for nodes in (lines, unlabelled):
         write(tmp_path / "q_labels.jsonl", nodes)
         tree.main(["--run", str(tmp_path)])
         drawn = (tmp_path / "tree_train_0.svg").read_text()
-        assert drawn.count("<circle") == len(lines)
+        assert f">{nodes[0]['task']}<" in drawn
         for node in nodes[1:]:
-            below = f"{node['q']:.2f}" if "q" in node else node["source"]
+            below = "expert" if node["source"] == "expert" else f"branch {node['branch']}"
+            below = f"{node['q']:.2f}" if "q" in node else below
             assert f">{tree.short(parse_action(node['action']))}<" in drawn and f">{below}<" in drawn
     assert "tree_train_0.svg: the 6 nodes of task train_0" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"no tree of task 9; its tasks are train_0"):
