@@ -43,16 +43,15 @@ def differences(groups: dict[str, results.Group]) -> dict[tuple[str, str], dict[
 # ------------------------------------------------------------------------------------------------- tables
 
 
-def test_ids_stay_text_and_what_is_null_is_counted(tmp_path):
-    """pandas alone reads "007" as 7, and leaves rows out of groups whose key is null."""
-    null = dict.fromkeys(("label", "select", "player", "M", "N", "type", "block"))
+def test_ids_stay_text_and_rows_differ_by_player_budget_and_label(tmp_path):
+    """pandas alone reads "007" as 7."""
     rows = [
         {},
         {"method": "rule", "player": "first"},
         {"method": "best_of_n", "N": 4, "select": "q"},
         {"label": "half"},
     ]
-    groups = groups_in(tmp_path, [null | row | {"task_id": task} for row in rows for task in ("007", "7", 12)])
+    groups = groups_in(tmp_path, [row | {"task_id": task} for row in rows for task in ("007", "7", 12)])
     names = {"rule: first", "SFT greedy", "SFT greedy [half]", "best-of-N, picked by QNet N=4"}
     assert set(groups) == names
     assert list(groups["SFT greedy"].values("reward").index) == [("007", 0), ("12", 0), ("7", 0)]
@@ -99,7 +98,7 @@ def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_the
     }
     costs |= {("best_of_n", 1, 2): 140, ("best_of_n", 1, 3): 150, ("best_of_n", 1, 8): 999}
     records = [
-        {"method": method, "M": m, "N": n, "select": "q" if n > 1 else None, "tokens": {"generated": cost}}
+        {"method": method, "M": m, "N": n, "select": "q" if n > 1 else "", "tokens": {"generated": cost}}
         for (method, m, n), cost in costs.items()
     ]
     groups = groups_in(tmp_path, [record | {"task_id": task} for record in records for task in "ab"])
