@@ -25,7 +25,7 @@ test: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/ruff check $(NARROW) && $(BIN)/ruff format --check $(NARROW)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(COVER)
-test-slow: $(VENV)/.installed $(VENV)/.textworld $(VENV)/.integrations
+test-slow: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/python -m pytest -q -m slow
 lint: $(VENV)/.installed
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format $(ROOMS) && $(BIN)/ruff format $(NARROW)
@@ -44,5 +44,3 @@ $(VENV)/.installed: requirements.txt
 $(VENV)/.textworld: requirements-alfworld.txt $(VENV)/.installed  # the original ALFWorld engine: it compiles C++
 	$(BIN)/pip install -q -r requirements-alfworld.txt || echo "TextWorld did not install: its parity tests are skipped"
 	touch $@
-$(VENV)/.integrations: requirements-integrations.txt $(VENV)/.installed  # the tools behind the doors
-	$(BIN)/pip install -q -r requirements-integrations.txt && touch $@

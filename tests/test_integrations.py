@@ -1,16 +1,14 @@
-"""What other programs take of this one, in the real ones where they are installed (requirements-integrations.txt)."""
+"""What other programs take of this one: QNet's values, vLLM's plug-in, games for TRL and OpenEnv, curves."""
 
 import importlib.util
-import os
 import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import FakeEnv, chat_tokenizer, dump, served, settings_of, tiny_backbone, tiny_lm
+from fakes import FakeEnv, chat_tokenizer, dump, served, settings_of
 from transformers import AutoModel, GemmaConfig, HeliumConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import envs
@@ -82,13 +80,10 @@ def test_vllm_reads_a_qnets_folder_and_gives_its_values(tmp_path, monkeypatch, k
             assert mine == pytest.approx(local, abs=1e-4)
 
 
-# ------------------------------------------ TRL's trainer on an environment, with a model that was taught to call `act`
-
-WAYS = ["left", "down", "right", "up"]
-CALL, CLOSE = '<tool_call>\n{"name": "act", "arguments": {"action": "', '"}}\n</tool_call>'
+# ------------------------------------------------------------------------- a game for TRL's trainer, and OpenEnv's door
 
 
-def test_an_episode_through_the_class(monkeypatch):
+def test_an_episode_through_the_class_and_its_reward_by_a_qnet(qnet, monkeypatch):
     monkeypatch.setattr(envs, "make", lambda name, **options: FakeEnv(**options))
     make = games("fake")
     one, other = make(), make()
@@ -99,95 +94,12 @@ def test_an_episode_through_the_class(monkeypatch):
     assert [one.act("right"), one.act("left")][-1] == "you stand at start left right left" and one.get_reward() == 0.5
     with pytest.raises(ValueError, match="the episode is over"):
         one.act("left")
+    q, _ = turn_values(qnet, one.state.dump(), one.state.task)
+    assert episode_reward(qnet)([one, other]) == [pytest.approx(sum(q) / 3), None]  # the other one took no action
+    assert episode_reward(qnet, mean=False)([one]) == q[2:]
     first, other = prompts("fake", limit=2)
     assert (first["task_id"], other["task_id"]) == ("train0", "train1")
     assert first["prompt"][0]["content"].startswith("walk")
-
-
-def caller(chat, tokenizer, samples: int = 300):
-    """A tiny model that writes a call of `act` with any move, whatever it reads."""
-    call, close, *moves = tokenizer.convert_tokens_to_ids([CALL, CLOSE, *WAYS])
-    ask = tokenizer("<|im_start|>assistant\n").input_ids
-    model, size = tiny_lm(chat), len(tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    for _ in range(samples):
-        reading = torch.randint(256, (16, 40))
-        turn = torch.tensor([[*ask, call, moves[i % 4], close, tokenizer.eos_token_id] for i in range(16)])
-        ids = torch.cat([reading, turn], 1)
-        logits = model(ids).logits[:, -5:-1]
-        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, size), ids[:, -4:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-@pytest.mark.slow
-def test_two_updates_of_the_real_trainer(tmp_path):
-    pytest.importorskip("trl", reason="pip install -r requirements-integrations.txt")
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-    from trl.chat_template_utils import qwen3_chat_template
-
-    tokenizer = chat_tokenizer("chatml")
-    tokenizer.add_tokens([CALL, CLOSE, *WAYS])
-    chat = Chat(tokenizer, Rendering())
-    model, qnet = caller(chat, tokenizer), QNet(tiny_backbone(chat, 3), chat, hidden=16)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    tokenizer.chat_template = qwen3_chat_template
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    options = {"map": "4x4", "max_steps": 4}
-    settings = GRPOConfig(
-        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=8, num_generations=8, learning_rate=1e-2,
-        max_completion_length=1200, max_tool_calling_iterations=6, use_cpu=True, report_to=[], save_strategy="no",
-        logging_steps=1, bf16=False,
-    )  # fmt: skip
-    trainer = GRPOTrainer(
-        model,
-        args=settings,
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_list(prompts("frozenlake", **options)),
-        environment_factory=games("frozenlake", **options),
-        reward_funcs=[episode_reward(qnet, mean=False)],
-    )
-    trainer.train()
-    first, second = [line for line in trainer.state.log_history if "reward" in line]
-    assert first["tools/call_frequency"] > 1 and "rewards/TextGame/mean" in second
-    assert abs(second["rewards/q_value/mean"]) > 0
-    assert any((weight != before[name]).any() for name, weight in model.named_parameters())
-
-
-# ------------------------------------------------------------ OpenEnv's own client, several at once, on the real server
-
-AROUND = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}  # a test stands in a folder of its own
-
-
-@pytest.mark.slow
-def test_clients_play_what_the_environment_plays_and_go_back(tmp_path):
-    pytest.importorskip("openenv", reason="pip install -r requirements-integrations.txt")
-    from openenv import GenericEnvClient
-
-    env, expected = envs.make("alfworld"), []
-    for task_id in env.task_ids("train")[:8]:
-        text, _ = env.reset(options={"task_id": task_id})
-        expected.append([(task_id, text, env.instruction)])
-        expected[-1] += [(move, *env.step(move)[:3]) for _, move in env.expert(task_id)]
-    command = [sys.executable, "-m", "integrations.openenv", "--env", "alfworld", "--run", str(tmp_path / "run")]
-    with served(command, tmp_path / "log", **AROUND) as url:
-
-        def episode(index: int) -> list:
-            with GenericEnvClient(base_url=url).sync() as client:
-                begun = client.reset(split="train", index=index).observation
-                state = client.state()
-                seen = [(state["task_id"], begun["text"], begun["instruction"])]
-                for move, *_ in expected[index][1:]:
-                    result = client.step({"action": move})
-                    seen.append((move, result.observation["text"], result.reward, result.done))
-                assert client.reset(snapshot=state["snapshot"]).observation == begun
-                return seen
-
-        with ThreadPoolExecutor(8) as pool:  # sessions side by side
-            assert list(pool.map(episode, range(8))) == expected
 
 
 @pytest.fixture
@@ -213,6 +125,8 @@ def test_a_session_trains_unless_a_request_asks_for_another_split_and_draws_by_i
     for asked, split in asked_for:
         session.reset(**asked)
         assert session.game.info["task_id"] in Switches().task_ids(split)
+    session.reset(split="val", index=0)
+    assert session.game.info["task_id"] == Switches().task_ids("val")[0]
 
     def drawn(door, **asked):
         door.reset(**asked)
