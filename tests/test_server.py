@@ -231,24 +231,6 @@ def test_ctrl_c_stops_at_once(fake, sft):
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_run_that_its_server_stopped_goes_on_where_it_was(fake, sft, fake_world, tmp_path):
-    """The same command, and the same lines as of a server that never failed."""
-
-    def search(out: str) -> list[dict]:
-        flags = ["--run", str(tmp_path), "--preset", "paper", "--sft", str(sft), "--server", fake.url]
-        flags += ["--method", "sample", "--limit", "3"]
-        q_search.main([*flags, "--skip", "0", "--in-flight", "1", "--out", str(tmp_path / out)])
-        return [line | {"seconds": 0} for line in read_jsonl(tmp_path / out)]
-
-    whole = search("whole.jsonl")
-    asked = len(fake.seen)
-    fake.script += [fake.well] * (asked // 2) + [404]
-    with pytest.raises(UserError, match=fake.url):
-        search("stopped.jsonl")
-    assert search("stopped.jsonl") == whole
-    assert len(fake.seen) < 3 * asked  # finished tasks are not asked for again
-
-
 @pytest.mark.parametrize(("seed", "bits", "told"), [(0, (), False), (1, (), True), (1, ("--load-in", "8bit"), False)])
 def test_a_server_of_other_weights_than_the_checkpoints_is_told(fake, sft, seed, bits, told, capsys):
     """By how much they differ is always said; weights in few bits may differ by more."""
