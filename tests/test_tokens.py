@@ -80,7 +80,8 @@ def test_neither_the_batch_nor_what_else_it_holds_matters():
         return [candidate.text for answers in drawn for answer in answers for candidate in answer]
 
     alone = written(1)
-    for size, settings in ((64, {}), (7, {}), (64, {"budget": 100}), (64, {"cache": PromptCache(10_000)})):
+    small = FastPolicy(MODEL, CHAT, cache_gb=1e-5).cache
+    for size, settings in ((64, {}), (7, {}), (64, {"budget": 100}), (64, {"cache": small})):
         assert written(size, **settings) == alone
     assert written(64, seed=1) != alone
 
@@ -257,8 +258,8 @@ def test_values_behind_remembered_prompts_are_the_plain_ones(room, row, budget, 
     """Each state three times, children before their parents too; in one row, or in several."""
     monkeypatch.setattr(PromptCache, "ROW", row)
     qnet, states = QNet(MODEL.model, CHAT), FAMILY[-13:]
-    fast = FastQNet(qnet)
-    fast.cache, fast.budget = PromptCache(room), budget
+    fast = FastQNet(qnet, room / (1 << 30))
+    fast.cache.budget = budget
     plain = qnet.score([Score(state, ACTIONS) for state in states])
     order = np.random.default_rng(0).permutation(len(states) * 3) % len(states)
     for some in np.array_split(order, 6):

@@ -64,7 +64,6 @@ class Turn(NamedTuple):
     cache."""
 
     name: bytes  # of the prefix that ends with it
-    parent: bytes  # of the prefix before it
     ids: Tokens
 
 
@@ -134,8 +133,12 @@ class PromptCache:
     ROW = 2048  # tokens of a family in one row; its mask is the square
     MIN_FILL = 0.75  # share of a pass's longest row that its shortest one has
 
-    def __init__(self, free_bytes: int = 1 << 30) -> None:
-        self.free_bytes = free_bytes  # for all entries together
+    def __init__(
+        self, model: Any, forward: Forward, budget: int, gigabytes: float | None = None
+    ) -> None:
+        """forward: the model's outputs. budget: padded tokens of a pass."""
+        self.model, self.forward, self.budget = model, forward, budget
+        self.free_bytes = free_bytes_for(model, gigabytes)  # for all entries together
         self.used = 0
         self.full = False
         self.round = 0
@@ -150,12 +153,11 @@ class PromptCache:
             action + answer for action, answer in zip(messages[1::2], messages[2::2], strict=True)
         ]
         turns: list[Turn] = []
-        parent = b""
+        name = b""
         for ids in [messages[0], *later]:
             content = np.array(ids, np.int64).tobytes()
-            name = hashlib.blake2b(parent + content, digest_size=16).digest()
-            turns.append(Turn(name, parent, ids))
-            parent = name
+            name = hashlib.blake2b(name + content, digest_size=16).digest()
+            turns.append(Turn(name, ids))
         past = []
         for turn in turns[:-1]:
             if entry := self._entries.get(turn.name):
@@ -195,21 +197,18 @@ class PromptCache:
         row's tree last."""
         self._shapes = [(tensor.shape[0], tensor.shape[2]) for tensor in layers]
         size = sum(tensor[:, 0].nbytes for tensor in layers)  # of a token
-        for turn, path in row.turns.values():  # parents first
-            orphan = turn.parent and turn.parent not in self._entries
-            if turn.name in self._entries or orphan:
+        for turn, path in row.turns.values():
+            if turn.name in self._entries:
                 continue
             if self.used + size * len(path) > self.free_bytes:
                 self.full = True
-                continue
+                return  # the turns that continue this one come later
             columns = torch.tensor(row.columns(path), device=layers[0].device)
             tensor = torch.cat([t[:, columns].transpose(0, 1).flatten(1) for t in layers], -1)
             self._entries[turn.name] = Entry(tensor, self.round)
             self.used += tensor.nbytes
 
-    def read(
-        self, forward: Forward, model: Any, budget: int, questions: Sequence[Question]
-    ) -> Iterator[Reading]:
+    def read(self, questions: Sequence[Question]) -> Iterator[Reading]:
         """Put each question's tails through the model behind its prompt, every token once. Readings
         come in any order.
 
@@ -221,10 +220,9 @@ class PromptCache:
             rows, waiting = self.rows(questions, waiting)
             # First reads are long and later ones short: side by side, half of what the model
             # computes would be padding.
-            for group in batches(
-                list(map(len, rows)), budget, [row.cached for row in rows], self.MIN_FILL
-            ):
-                yield from self._read(forward, model, [rows[i] for i in group])
+            cached = [row.cached for row in rows]
+            for group in batches(list(map(len, rows)), self.budget, cached, self.MIN_FILL):
+                yield from self._read([rows[i] for i in group])
 
     def rows(
         self, questions: Sequence[Question], numbers: Sequence[int]
@@ -249,14 +247,14 @@ class PromptCache:
             rows.append(row)
         return rows, later
 
-    def _read(self, forward: Forward, model: Any, rows: Sequence[Row]) -> Iterator[Reading]:
+    def _read(self, rows: Sequence[Row]) -> Iterator[Reading]:
         """One pass of the model, and what it gives for the questions of its rows."""
         needed: set[int] = set()
         for row in rows:
             for path in itertools.chain(*row.paths.values()):
                 needed.update(row.columns(path))
         columns = sorted(needed)
-        outputs, _ = self.run(forward, model, rows, columns)
+        outputs, _ = self.run(rows, columns)
         place = {column: i for i, column in enumerate(columns)}
         for row, out in zip(rows, outputs, strict=True):
             for number, paths in row.paths.items():
@@ -264,15 +262,13 @@ class PromptCache:
                     number, out, [[place[column] for column in row.columns(path)] for path in paths]
                 )
 
-    def run(
-        self, forward: Forward, model: Any, rows: Sequence[Row], columns: Places
-    ) -> tuple[Any, DynamicCache]:
+    def run(self, rows: Sequence[Row], columns: Places) -> tuple[Any, DynamicCache]:
         """Read rows in one pass, and keep what is new. Returns outputs (B, len(columns), ...) and
         the batch's cache."""
         cache = self.batch(rows)
-        inputs = tree_inputs(model, [row.tree for row in rows], [row.cached for row in rows])
+        inputs = tree_inputs(self.model, [row.tree for row in rows], [row.cached for row in rows])
         inputs.update(past_key_values=cache, use_cache=True)
-        outputs = forward(inputs, torch.tensor(columns, device=model.device))
+        outputs = self.forward(inputs, torch.tensor(columns, device=self.model.device))
         self.computed += sum(map(len, rows))
         for i, row in enumerate(rows):
             self.remember(
@@ -289,7 +285,7 @@ def question_of(chat: Chat, state: State, actions: Iterable[str]) -> Question:
 
 
 def unread(
-    chat: Chat, requests: Sequence[Any], memory: Mapping[StateAction, float], read: Callable
+    chat: Chat, requests: Sequence[Any], memory: Mapping[StateAction, float], cache: PromptCache
 ) -> Iterator[tuple]:
     """Read the (s, a) that `memory` lacks: each, a's n tokens, and outputs (n + 1, ...) of s's last
     and of these. requests: each has a `state` and `actions`."""
@@ -300,7 +296,7 @@ def unread(
                 fresh.setdefault(r.state, {})[action] = None
     states = list(fresh)
     questions = [question_of(chat, state, fresh[state]) for state in states]
-    for number, outputs, paths in read(questions):
+    for number, outputs, paths in cache.read(questions):
         state = states[number]
         for action, ids, path in zip(fresh[state], questions[number].tails, paths, strict=True):
             yield (state, action), ids, outputs[path]

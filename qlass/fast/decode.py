@@ -7,7 +7,6 @@ batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat
 from qlass.fast import cache
-from qlass.fast.cache import CachedPrompt, PromptCache, Question, Reading, Row, StateAction, Tokens
+from qlass.fast.cache import CachedPrompt, PromptCache, Question, Row, StateAction, Tokens
 from qlass.fast.token_tree import additive_masks, batches, windows_of
 from qlass.fast.tries import Trie
 from qlass.messages import State
@@ -94,7 +93,8 @@ class FastPolicy(Policy):
     ) -> None:
         super().__init__(model, chat, seed)
         self.budget = cache.batch_for(self.model)
-        self.cache = PromptCache(cache.free_bytes_for(self.model, cache_gb))
+        most = min(self.budget, 16_384)  # each with a number for every token of the vocabulary
+        self.cache = PromptCache(self.model, self.forward, most, cache_gb)
         # Log-probabilities of the valid actions in states already seen, and of texts.
         self.memory: dict[Choice, np.ndarray] = {}
         self.written: dict[StateAction, float] = {}
@@ -102,11 +102,6 @@ class FastPolicy(Policy):
     def forward(self, inputs: dict, columns: Tensor) -> Tensor:
         """The model's logits at these columns, (B, len(columns), V)."""
         return self.model(**inputs, logits_to_keep=columns).logits.float()
-
-    def read(self, questions: list[Question]) -> Iterator[Reading]:
-        """`PromptCache.read` of the model's logits."""
-        most = min(self.budget, 16_384)  # each with a number for every token of the vocabulary
-        return self.cache.read(self.forward, self.model, most, questions)
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """a ~ pi(a | s), n times for each request; those of a kind are answered side by side."""
@@ -145,7 +140,7 @@ class FastPolicy(Policy):
             else:  # a single valid action
                 self.memory[choice] = np.zeros(len(valid))
 
-        for number, logits, paths in self.read(questions):
+        for number, logits, paths in self.cache.read(questions):
             choice, trie = fresh[number]
             _, _, temperature = choice
             places = [paths[action][t] for action, t, _ in trie.branches]
@@ -159,7 +154,7 @@ class FastPolicy(Policy):
         """log pi(a | s) of actions as free text, each token of what they share computed once."""
         if len(self.written) > REMEMBERED:
             self.written.clear()
-        for pair, ids, logits in cache.unread(self.chat, requests, self.written, self.read):
+        for pair, ids, logits in cache.unread(self.chat, requests, self.written, self.cache):
             logp = logits[:-1].log_softmax(-1)
             of_tokens = logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None])
             self.written[pair] = float(self.finite(of_tokens.double().sum()))
@@ -213,7 +208,7 @@ class FastPolicy(Policy):
             row = Row(prompt)
             row.add(prompt, 0, [])
             rows.append(row)
-        logits, past = self.cache.run(self.forward, self.model, rows, [-1])
+        logits, past = self.cache.run(rows, [-1])
 
         width = max(row.cached for row in rows)  # of the cache's columns
         seen = torch.zeros((len(rows), past.get_seq_length()), dtype=torch.bool)

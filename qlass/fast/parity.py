@@ -110,7 +110,7 @@ def differences(model: Any, sequences: list[Tokens], plain: list[Tensor]) -> Ten
     Beginnings are read one after the other, a step deeper each: first without anything in the
     cache, then behind what it has kept of those before. What follows a beginning in its sequence
     stands for the actions."""
-    cache = PromptCache()
+    cache = PromptCache(model, functools.partial(outputs, model), 1 << 14)
     cache.MIN_FILL = 0  # trees of all sizes side by side
     shares = []
     for turns, end in ((1, 1), (3, 4)):
@@ -118,8 +118,7 @@ def differences(model: Any, sequences: list[Tokens], plain: list[Tensor]) -> Ten
         for ids in sequences:
             messages = [ids[:1], ids[1:2], ids[2:4]]
             questions.append(Question(messages[:turns], [ids[end:], ids[end : end + 1]]))
-        forward = functools.partial(outputs, model)
-        for number, ours, paths in cache.read(forward, model, 1 << 14, questions):
+        for number, ours, paths in cache.read(questions):
             for path in paths:
                 theirs = plain[number][end - 1 : end - 1 + len(path)]
                 size = theirs.abs().mean().clamp(min=1e-9)

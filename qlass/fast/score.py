@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,7 @@ import torch
 from torch import Tensor
 
 from qlass.batching import Score
-from qlass.fast.cache import (
-    PromptCache,
-    Question,
-    Reading,
-    StateAction,
-    batch_for,
-    free_bytes_for,
-    unread,
-)
+from qlass.fast.cache import PromptCache, StateAction, batch_for, unread
 
 
 class FastQNet:
@@ -27,19 +18,15 @@ class FastQNet:
 
     def __init__(self, qnet: Any, cache_gb: float | None = None) -> None:
         self.qnet, self.chat = qnet.eval(), qnet.chat
-        self.budget = batch_for(qnet.backbone)
-        self.cache = PromptCache(free_bytes_for(qnet.backbone, cache_gb))
+        model = qnet.backbone
+        self.cache = PromptCache(model, self.forward, batch_for(model), cache_gb)
         self.memory: dict[StateAction, float] = {}
 
     @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:
-        for pair, _, values in unread(self.chat, requests, self.memory, self.read):
+        for pair, _, values in unread(self.chat, requests, self.memory, self.cache):
             self.memory[pair] = float(values[-1])
         return [[self.memory[r.state, action] for action in r.actions] for r in requests]
-
-    def read(self, questions: list[Question]) -> Iterator[Reading]:
-        """`PromptCache.read` of QNet's values."""
-        return self.cache.read(self.forward, self.qnet.backbone, self.budget, questions)
 
     def forward(self, inputs: dict, columns: Tensor) -> np.ndarray:
         """Values at these columns, (B, len(columns))."""
