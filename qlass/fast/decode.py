@@ -190,8 +190,7 @@ class FastPolicy(Policy):
         batch, logits = self.prefill(prompts)
         batch.select(rows)  # from here on a row is a candidate
         for layer in batch.past.layers:
-            if type(layer) is DynamicLayer:  # layers with windows keep their own ways
-                layer.__class__ = RoomyLayer
+            layer.__class__ = RoomyLayer
 
         temperature = torch.tensor(temperatures, device=logits.device)
         random = torch.from_numpy(np.stack(noise)).to(logits.device)

@@ -74,8 +74,9 @@ def pack(
         weight[trained] += 1 / len(trained)  # w_i = 1 / n_i
         weighted_q[trained] += pair.q / len(trained)
     last = np.array([path[-1] for path in paths])
+    tree.close()
     tokens = weight.astype(np.float32), weighted_q.astype(np.float32)
-    return TreePack(families, len(tree), tree.frozen(), *tokens, last)
+    return TreePack(families, len(tree), tree, *tokens, last)
 
 
 def packed_loss(qnet: Any, packs: Sequence[Any], rank_weight: float = 0.0) -> Tensor:

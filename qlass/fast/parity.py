@@ -8,7 +8,6 @@ names the kinds that differ."""
 from __future__ import annotations
 
 import functools
-import string
 from typing import Any
 
 import torch
@@ -20,10 +19,14 @@ from qlass.records import as_user_error
 
 WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
 # Of attention windows that are not in the mask that a model is given, and larger than the sequences
-# below.
-HIDDEN = ("window_size", "attention_window_size", "attention_window", "local_attention")
-# Llama 4 counts columns for it, in texts longer than those below.
-COLUMNS = "attn_temperature_tuning"
+# below; the last one of Llama 4.
+HIDDEN = (
+    "window_size",
+    "attention_window_size",
+    "attention_window",
+    "local_attention",
+    "attention_chunk_size",
+)
 EXACT = 1e-3  # of the outputs' mean size, in float32
 ROUGH = 0.1  # in fewer bits; rounding alone makes .02
 PLAIN = "; --plain reads it one sequence at a time"
@@ -36,33 +39,27 @@ def check(model: Any) -> None:
     config = model.config.get_text_config()
     if name := next((name for name in HIDDEN if getattr(config, name, None)), None):
         raise UserError(f"its attention has windows of its own ({name}){PLAIN}")
-    if getattr(config, COLUMNS, None):
-        raise UserError(f"its attention counts columns of a batch ({COLUMNS}){PLAIN}")
-    quantised = getattr(model, "is_quantized", False)
-    most = EXACT if model.dtype == torch.float32 and not quantised else ROUGH
-    # Rounding alone can send a token to other experts or, with weights of few bits, over a step:
-    # most sequences count.
-    experts = any("experts" in name for name in config.to_dict())
-    by_median = most == ROUGH and (quantised or experts)
-    names = ("sliding_window", "attention_chunk_size")
-    windows = {name: size for name in names if (size := getattr(config, name, None))}
+    exact = model.dtype == torch.float32 and not getattr(model, "is_quantized", False)
+    window = getattr(config, "sliding_window", None)
     try:
-        for name in windows:
-            setattr(config, name, WINDOW)
+        if window:
+            config.sliding_window = WINDOW
         sequences = tokens_of(model)
         plain = []
         for ids in sequences:
             one = {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False}
-            plain.append(outputs(model, one)[0])
+            plain.append(outputs(model, one, torch.arange(len(ids)))[0])
         if not all(rows.isfinite().all() for rows in plain):
             damage = "its weights are damaged, or overflow (try --precision float32)"
             raise UserError(f"its outputs are not finite: {damage}")
         shares = differences(model, sequences, plain)
     finally:
-        for name, size in windows.items():
-            setattr(config, name, size)
-    share = float(shares.median() if by_median else shares.max())
-    if share > most:
+        if window:
+            config.sliding_window = window
+    # Rounding alone can send a token to other experts or, with weights of few bits, over a step:
+    # most sequences count.
+    share = float(shares.max() if exact else shares.median())
+    if share > (EXACT if exact else ROUGH):
         problem = f"the outputs of token trees differ from plain ones by {share:.1%}"
         raise UserError(problem + PLAIN)
 
@@ -84,24 +81,21 @@ def tokens_of(model: Any) -> list[Tokens]:
     """The sequences as tokens from all over the vocabulary, none of them at its ends, where control
     tokens are."""
     size = model.get_input_embeddings().num_embeddings
-    token = {}
-    for i, letter in enumerate(string.ascii_lowercase):
-        token[letter] = size // 8 + i * (size * 3 // 4) // 26
-    return [[token[letter] for letter in sequence] for sequence in SEQUENCES]
+    numbers = [[ord(letter) - ord("a") for letter in sequence] for sequence in SEQUENCES]
+    return [[size // 8 + n * (size * 3 // 4) // 26 for n in sequence] for sequence in numbers]
 
 
-def outputs(model: Any, inputs: dict, columns: Tensor | None = None) -> Tensor:
+def outputs(model: Any, inputs: dict, columns: Tensor) -> Tensor:
     """Logits (B, columns, V) or, of a model without a head, hidden states (B, columns, D), of the
     columns asked for. UserError for what its class says to a token tree behind a prompt cache."""
     head = model.get_output_embeddings() is not None
-    more = {} if columns is None or not head else {"logits_to_keep": columns}
+    more = {"logits_to_keep": columns} if head else {}
     with as_user_error("its model class reads no token trees behind a prompt cache", PLAIN):
         out = model(**inputs, **more)
     past = inputs.get("past_key_values")
     if past is not None and not past.get_seq_length():
         raise UserError(f"its model class keeps nothing in a prompt cache{PLAIN}")
-    every = out.logits if head else out.last_hidden_state
-    return (every if columns is None or more else every[:, columns]).float()
+    return (out.logits if head else out.last_hidden_state[:, columns]).float()
 
 
 def differences(model: Any, sequences: list[Tokens], plain: list[Tensor]) -> Tensor:

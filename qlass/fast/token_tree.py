@@ -7,6 +7,7 @@ alone; attention windows count depths too."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,14 +20,17 @@ class TokenTree:
     """A trie of token sequences: what two sequences begin with in common is stored, and computed,
     once.
 
-    >>> t = TokenTree(); t.add([5, 6, 7]), t.add([5, 6, 8]); t.ids
-    [5, 6, 7, 8]
+    >>> t = TokenTree()
+    >>> t.add([5, 6, 7]), t.add([5, 6, 8])
+    ([0, 1, 2], [0, 1, 3])
+    >>> t.ids
+    array('i', [5, 6, 7, 8])
     """
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.parent: list[int] = []
-        self.depth: list[int] = []
+        self.ids = array("i")
+        self.parent = array("i")
+        self.depth = array("i")
         self._child: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
@@ -58,13 +62,9 @@ class TokenTree:
         del self.ids[size:], self.parent[size:], self.depth[size:]
         return grown
 
-    def frozen(self) -> TokenTree:
-        """A copy that can be read and no longer added to, at 12 bytes a token."""
-        tree: Any = TokenTree()
-        tree.ids = np.array(self.ids, np.int32)
-        tree.parent = np.array(self.parent, np.int32)
-        tree.depth = np.array(self.depth, np.int32)
-        return tree
+    def close(self) -> None:
+        """Forget what `add` alone needs, which leaves 12 bytes a token."""
+        self._child.clear()
 
     def attention(self) -> np.ndarray:
         """(L, L) bool: a token sees itself and its ancestors, as it would in its own sequence."""
@@ -76,17 +76,14 @@ class TokenTree:
 
 
 def windows_of(config: Any) -> dict[str, int]:
-    """{layer type: w}: how far back the model's layers see. 0: all; w > 0: the last w tokens; w <
-    0: chunks of -w."""
+    """{layer type: w}: the model's layers see the last w tokens, or all of them if w is 0."""
     config = config.get_text_config()
     window = getattr(config, "sliding_window", None) or 0
-    chunk = getattr(config, "attention_chunk_size", None) or 0
     # Without layer types (Mistral, Phi-3, StarCoder 2), a window is every layer's.
     types = getattr(config, "layer_types", None) or [
         "sliding_attention" if window else "full_attention"
     ]
-    sizes = {"sliding_attention": window, "chunked_attention": -chunk}
-    return {kind: sizes.get(kind, 0) for kind in dict.fromkeys(types)}
+    return {kind: window if kind == "sliding_attention" else 0 for kind in dict.fromkeys(types)}
 
 
 def additive_masks(
@@ -101,11 +98,7 @@ def additive_masks(
     at = at[:, :, None]
     keys = keys[:, None]
     for kind, window in windows.items():
-        allowed = sees
-        if window > 0:
-            allowed = sees & (at - keys < window)
-        elif window < 0:
-            allowed = sees & (at // -window == keys // -window)
+        allowed = sees & (at - keys < window) if window else sees
         bias = torch.zeros(sees.shape, dtype=dtype, device=sees.device)
         masks[kind] = bias.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
     return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -118,8 +111,7 @@ def tree_inputs(
     (B, 1, L, P + L).
 
     `past[i]` tokens stand before tree i in a cache of width P = max(past), padded on the left too.
-    Nothing sees the padding, so any id will do. A sequence by itself needs no mask, so that models
-    take it which take no other."""
+    Nothing sees the padding, so any id will do. A sequence by itself needs no mask."""
     device = model.device
     past = past or [0] * len(trees)
     width = max(map(len, trees))
