@@ -17,15 +17,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat
 from qlass.fast import cache
-from qlass.fast.cache import CachedPrompt, PromptCache, Question, Row, StateAction, Tokens
+from qlass.fast.cache import CachedPrompt, PromptCache, Question, Row, Tokens
 from qlass.fast.token_tree import additive_masks, batches, windows_of
 from qlass.fast.tries import Trie
-from qlass.messages import State
 from qlass.noise import uniforms
 from qlass.policy import Policy
-
-Choice = tuple[State, tuple[str, ...], float]  # a state, its valid actions, and a temperature
-REMEMBERED = 200_000  # choices or texts
 
 
 class RoomyLayer(DynamicLayer):
@@ -95,9 +91,6 @@ class FastPolicy(Policy):
         self.budget = cache.batch_for(self.model)
         most = min(self.budget, 16_384)  # each with a number for every token of the vocabulary
         self.cache = PromptCache(self.model, self.forward, most, cache_gb)
-        # Log-probabilities of the valid actions in states already seen, and of texts.
-        self.memory: dict[Choice, np.ndarray] = {}
-        self.written: dict[StateAction, float] = {}
 
     def forward(self, inputs: dict, columns: Tensor) -> Tensor:
         """The model's logits at these columns, (B, len(columns), V)."""
@@ -107,13 +100,7 @@ class FastPolicy(Policy):
         """a ~ pi(a | s), n times for each request; those of a kind are answered side by side."""
         logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
         texts = iter(self.texts([r for r in requests if not r.valid]))
-        answers = []
-        for request in requests:
-            if request.valid:
-                answers.append(self.choose(request, next(logprobs)))
-            else:
-                answers.append(next(texts))
-        return answers
+        return [self.choose(r, next(logprobs)) if r.valid else next(texts) for r in requests]
 
     # ------------------------------------------------------------------------- texts that are given
 
@@ -123,42 +110,30 @@ class FastPolicy(Policy):
 
         Where the trie of their texts has one way to go, that way has probability 1: only tokens
         above a branching are computed."""
-        if len(self.memory) > REMEMBERED:
-            self.memory.clear()
-        choices = [(r.state, r.valid, r.temperature) for r in requests]
-        fresh: list[tuple[Choice, Trie]] = []
-        questions: list[Question] = []
-        for choice in dict.fromkeys(choices):
-            if choice in self.memory:
-                continue
-            state, valid, _ = choice
-            messages, texts = cache.question_of(self.chat, state, valid)
-            trie = Trie(texts)
-            if trie.branches:
-                fresh.append((choice, trie))
-                questions.append(Question(messages, trie.tails))
-            else:  # a single valid action
-                self.memory[choice] = np.zeros(len(valid))
-
-        for number, logits, paths in self.cache.read(questions):
-            choice, trie = fresh[number]
-            _, _, temperature = choice
-            places = [paths[action][t] for action, t, _ in trie.branches]
-            tokens = [token for _, _, token in trie.branches]
+        questions = [cache.question_of(self.chat, r.state, r.valid) for r in requests]
+        tries = [Trie(question.tails) for question in questions]
+        answers = [np.zeros(len(r.valid)) for r in requests]  # of a single valid action, this is it
+        unsure = [i for i, trie in enumerate(tries) if trie.branches]
+        to_read = [Question(questions[i].messages, tries[i].tails) for i in unsure]
+        for number, logits, paths in self.cache.read(to_read):
+            i = unsure[number]
+            places = [paths[action][t] for action, t, _ in tries[i].branches]
+            tokens = [token for _, _, token in tries[i].branches]
             scores = logits[places, tokens].cpu().numpy()
-            self.memory[choice] = trie.logprobs(scores / (temperature or 1.0))
-        return [self.finite(self.memory[choice]) for choice in choices]
+            answers[i] = tries[i].logprobs(scores / (requests[i].temperature or 1.0))
+        return [self.finite(logprobs) for logprobs in answers]
 
     @torch.inference_mode()
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         """log pi(a | s) of actions as free text, each token of what they share computed once."""
-        if len(self.written) > REMEMBERED:
-            self.written.clear()
-        for pair, ids, logits in cache.unread(self.chat, requests, self.written, self.cache):
-            logp = logits[:-1].log_softmax(-1)
-            of_tokens = logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None])
-            self.written[pair] = float(self.finite(of_tokens.double().sum()))
-        return [[self.written[r.state, action] for action in r.actions] for r in requests]
+        questions = [cache.question_of(self.chat, r.state, r.actions) for r in requests]
+        answers: list[list[float]] = [[] for _ in requests]
+        for number, logits, paths in self.cache.read(questions):
+            for ids, path in zip(questions[number].tails, paths, strict=True):
+                logp = logits[path[:-1]].log_softmax(-1)
+                of_tokens = logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None])
+                answers[number].append(float(self.finite(of_tokens.double().sum())))
+        return answers
 
     # ------------------------------------------------------------------------------------ free text
 
