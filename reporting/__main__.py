@@ -1,15 +1,14 @@
-"""The report: result files -> an HTML page with figures, tables and a tree viewer, and its tables.
+"""The report: result files -> an HTML page with a summary, figures, tables and a tree viewer.
 
     python -m reporting                                   # runs/webshop: its results*.jsonl
     python -m reporting runs/a runs/b "100 demos=runs/c"  # several runs; LABEL=PATH tells them apart
 
     reads   results*.jsonl (files, or run folders), q_labels.jsonl or trees.jsonl for the viewer
-    writes  report.html (opens from the disk, without a network), report.md and the figures as PNG
+    writes  report.html, which opens from the disk and without a network, and its tables as report.md
 
 Every number is a mean over tasks with its 95 % interval (reporting/stats.py). Methods are compared
 on the same tasks. A difference is called "undecided" if its interval contains 0, or if p, which
-is never below a sign test's, is .05 or more. A method that looks at the environment's true reward
-before it answers is an "oracle": no agent could do that.
+is never below a sign test's, is .05 or more.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Config:
     results: Positional[tuple[str, ...]] = ()  # results*.jsonl or run folders; LABEL=PATH names one
     run: Path = Path("runs/webshop")  # whose results are read where none are named
     trees: Path | None = None  # q_labels.jsonl or trees.jsonl to show (the run folder's)
-    out: Path | None = None  # the page; tables and figures go beside it (RUN/report.html)
+    out: Path | None = None  # the page; its tables go beside it (RUN/report.html)
     expected: Path | None = None  # CSV of ranges: says whether the rewards lie within them
 
 
@@ -43,15 +42,16 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
     os.environ.setdefault("HOME", tempfile.gettempdir())  # matplotlib asks for it
     os.environ["MPLBACKEND"] = "agg"  # not a notebook's, which needs its packages
-    from reporting import expected, figures, page, tables
+    from reporting import expected, page, tables
     from reporting.results import read_results, result_files
 
     sources = list(result_files(config.results or [str(config.run)]))
-    run = sources[0][1].parent if config.results and config.run == Config.run else config.run
+    inputs = [path for _, path in sources]
+    runs = list(dict.fromkeys(path.parent for path in inputs))
+    run = runs[0] if config.results and config.run == Config.run else config.run
     out = config.out or run / "report.html"
     if out.suffix != ".html":
         raise UserError(f"{out}: the page is HTML: name it .html")
-    inputs = [path for _, path in sources]
     trees = config.trees or next((path for path in map(run.joinpath, TREES) if path.exists()), None)
     files = [*inputs, trees] if trees else inputs
     warnings = list(dict.fromkeys(chain.from_iterable(map(changed_inputs, files))))
@@ -61,11 +61,10 @@ def main(argv: list[str] | None = None) -> None:
     print(text, flush=True)  # before anything is written: the folder may be read-only
     with atomic(out.with_suffix(".md")) as draft:
         draft.write_text(text, encoding="utf-8")
-    viewer = page.tree_data(trees)
-    sections = page.sections(groups, figures.draw(groups, out), warnings)
     with atomic(out) as draft:
-        draft.write_text(page.render(sections, viewer, inputs), encoding="utf-8")
-    print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
+        html = page.render(page.sections(groups, runs, warnings), page.tree_data(trees), inputs)
+        draft.write_text(html, encoding="utf-8")
+    print(f"{out} and {out.with_suffix('.md')}")
     if config.expected:
         print("\n".join(expected.verdicts(groups, expected.read_ranges(config.expected))))
 

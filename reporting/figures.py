@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import io
-import re
+from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from qlass.files import atomic
+from qlass.files import atomic, read_jsonl
 from qlass.messages import parse_action
 from qlass.records import as_user_error
-from reporting.results import Group, tables_of
+from reporting.results import Group
 from reporting.stats import Estimate
 
 INK = "#2b2d31"  # in the HTML the page's own text colour
@@ -49,19 +51,6 @@ PNG = {"dpi": 150, "bbox_inches": "tight", "facecolor": "white"}
 WIDTH = 6.2  # of a figure in inches: its letters are legible on a screen of 500 pixels
 
 
-def draw(groups: Sequence[Group], out: Path) -> dict[str, str]:
-    """{environment: SVG}, of those that have something to show; each also as PNG beside the page."""
-    pictures = {}
-    for rows in tables_of(groups):
-        env = rows[0].condition.env
-        figure = tokens(rows)
-        if figure:
-            part = re.sub(r"[^\w-]+", "_", env)  # of a file's name, whatever a result file calls its environment
-            figure.savefig(out.with_name(f"{out.stem}_tokens_{part}.png"), **PNG)
-            pictures[env] = svg(figure)
-    return pictures
-
-
 def save(figure: Figure, path: Path) -> None:
     """Write a picture whose format is that of the path's suffix."""
     with atomic(path) as draft, as_user_error(path), mpl.rc_context(STYLE):
@@ -69,14 +58,12 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(draft, format=path.suffix[1:], bbox_inches="tight", metadata=metadata)
 
 
-def svg(figure: Figure) -> str:
-    """The figure as an SVG element for an HTML page."""
-    file = io.StringIO()
+def data_uri(figure: Figure) -> str:
+    """The figure as the `src` of an image, so that a page needs no other file."""
+    file = io.BytesIO()
     with mpl.rc_context(STYLE):
-        figure.savefig(file, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
-    text = file.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    return re.sub(r'\s(?:xmlns(?::\w+)?|width|height)="[^"]*"', "", text, count=4).replace(INK, "currentColor")
+        figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{b64encode(file.getvalue()).decode()}"
 
 
 def curve(axes: Axes, x: Sequence, estimates: Sequence[Estimate], **look: Any) -> None:
@@ -101,7 +88,7 @@ def log_axis(axes: Axes, label: str) -> None:
 
 @mpl.rc_context(STYLE)
 def tokens(groups: Sequence[Group]) -> Figure | None:
-    """Fig. 3: mean reward with its interval against all tokens a task and, beside it, against environment steps.
+    """Fig. 3: mean reward with its interval against all tokens a task; None if no row has any.
 
     QLASS is a line over M, best-of-N one over N. What has a label is drawn only where all has one.
     """
@@ -114,21 +101,38 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
     if not shown:
         return None
     figure = Figure(figsize=(WIDTH, 3.2 + 0.17 * len(shown)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for place, line in enumerate(shown.values()):
+    axes = figure.subplots()
+    for place, (name, line) in enumerate(shown.items()):
         line.sort(key=lambda group: group.mean("total"))
-        condition, rewards = line[0].condition, [group.reward for group in line]
+        condition = line[0].condition
         colour = COLOURS.get(condition.method, ORACLE if condition.oracle else OTHER)
         look = {"color": colour, "marker": MARKERS[place % len(MARKERS)], "linestyle": "-:"[condition.oracle]}
-        name = ", ".join([condition.name, *(group.condition.budget for group in line)])
-        curve(left, [group.mean("total") for group in line], rewards, label=fill(name.rstrip(", "), 80), **look)
-        beside = 1.01 ** (place - len(shown) / 2)  # most methods take as many steps
-        curve(right, [group.mean("env_steps") * beside for group in line], rewards, **look)
-    log_axis(left, "tokens a task")
-    log_axis(right, "environment steps a task")
-    left.set_ylabel("mean reward, 95 % interval")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center")
+        costs = [group.mean("total") for group in line]
+        curve(axes, costs, [group.reward for group in line], label=fill(name, 80), **look)
+        for cost, group in zip(costs, line, strict=True):
+            point = cost, group.reward.mean
+            axes.annotate(group.condition.budget, point, (4, 5), textcoords="offset points", color=colour)
+    log_axis(axes, "tokens a task")
+    axes.set_ylabel("mean reward, 95 % interval")
+    figure.legend(loc="outside lower center")
     return figure
+
+
+@mpl.rc_context(STYLE)
+def losses(runs: Iterable[Path]) -> Figure | None:
+    """The loss of each update of agents and QNets, and its mean over each epoch; None without a log."""
+    figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
+    panels = zip(("sft", "qnet"), figure.subplots(1, 2), strict=True)
+    for (name, axes), run in product(panels, runs):
+        axes.set(title=name, xlabel="update", ylabel="loss", yscale="log")
+        log = run / f"{name}.log.jsonl"
+        lines = pd.DataFrame(read_jsonl(log) if log.exists() else [], columns=["step", "loss", "epoch"])
+        epochs = lines["epoch"].notna()
+        axes.plot("step", "loss", data=lines[~epochs], color=GREY, linewidth=0.5)
+        axes.plot("step", "loss", "o", data=lines[epochs], color=COLOURS["qlass"], markersize=3)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    return figure if any(line.get_xdata().size for axes in figure.axes for line in axes.lines) else None
 
 
 @mpl.rc_context(STYLE)

@@ -9,22 +9,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 
-from qlass import UserError
 from qlass.trees import read_trees
-from reporting import tables
-from reporting.results import Group
+from reporting import figures, tables
+from reporting.results import Group, tables_of
 
-FIGURE = "Reward against cost (Fig. 3 of the paper)"
 CAPTION = (
     "Higher at the same cost is better: where QLASS lies above the search by log-probability its QNet helps, and where "
-    "it lies above best-of-N it helps to choose within an episode; the points of a line are in the order of its legend."
+    "it lies above best-of-N it helps to choose within an episode."
 )
+FOLDED = ("Rules and oracles", "Protocol")
 FIELDS = ("observation", "reward", "done", "source", "branch", "expert", "q", "q_raw")  # of a node, for the viewer
 
 
@@ -36,27 +36,38 @@ def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def sections(groups: Sequence[Group], pictures: dict[str, str], warnings: Iterable[str] = ()) -> list[str]:
-    """Warnings, the figure, the table of results, the differences, what is folded."""
-    (title, differences), *others = ((title, table(rows_of(groups))) for title, rows_of in tables.TABLES.items())
-    protocols = "".join(map(note, tables.protocols(groups)))
-    folds = [fold(*other) for other in [*others, ("Protocol: what the numbers mean", protocols)]]
-    return [
-        section("warnings", "Warnings", *map(note, warnings)),
-        section("tokens", FIGURE, *(figure(*picture) for picture in pictures.items())),
-        section("results", "Results", table(tables.results_table(groups)), *map(note, tables.notes(groups)), *folds),
-        section("differences", title, differences and note(tables.DIFFERENCES_NOTE) + differences),
-    ]
+def sections(groups: Sequence[Group], runs: Sequence[Path], warnings: Sequence[str] = ()) -> Iterator[str]:
+    """The summary with a figure for each environment, tables, training, and what is folded."""
+    for title, lines, rows in tables.sections(groups, warnings):
+        body = table(rows) + "".join(map(note, lines))
+        if title == "Summary":
+            pictures = {rows[0].condition.env: figures.tokens(rows) for rows in tables_of(groups)}
+            body += "".join(image(picture, f"{env}. {CAPTION}") for env, picture in pictures.items())
+        if title == "Protocol":
+            yield section(
+                "Training",
+                image(figures.losses(runs), f"Each update, and the means of epochs, of {', '.join(map(str, runs))}."),
+            )
+            files = [file for run in runs if (file := run / "settings.toml").exists()]
+            yield fold(
+                "Settings",
+                "".join(
+                    f"<p>{escape(str(file))}</p><pre>{escape(file.read_text(encoding='utf-8'))}</pre>" for file in files
+                ),
+            )
+        yield (fold if title in FOLDED else section)(title, body)
 
 
-def section(name: str, title: str, *parts: str) -> str:
-    body = "".join(parts)
+def section(title: str, body: str) -> str:
+    name = title.lower().replace(" ", "-")
     return f'<section id="{name}"><h2>{escape(title)}</h2>{body}</section>' if body else ""
 
 
-def figure(env: str, svg: str) -> str:
-    caption = f"<figcaption><b>{escape(env)}.</b> {escape(CAPTION)}</figcaption>"
-    return f'<figure><div role="img" aria-label="{escape(FIGURE)}, {escape(env)}">{svg}</div>{caption}</figure>'
+def image(picture: Figure | None, caption: str) -> str:
+    if picture is None:
+        return ""
+    shown = f'<img src="{figures.data_uri(picture)}" alt="{escape(caption)}">'
+    return f"<figure>{shown}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def note(text: str) -> str:
@@ -83,24 +94,15 @@ def tree_data(path: Path | None, limit: int = 60) -> str:
     """The trees for the page's viewer as JSON: at most `limit`, evenly spread over the file.
 
     {"total", "first", "trees": [{"task", "text", "nodes": [{"parent": its place or -1, "action", "thought", ...}]}]}; a
-    node comes after its parent. first: the place of the tree that is shown first, in which the agent has ended the most
-    branches.
+    node comes after its parent. first: the place of the largest tree.
     """
     if path is None:
         return "null"
     trees = list(map(viewer_tree, read_trees(path)))
-    if not trees:
-        raise UserError(f"{path}: holds no trees; build_trees.py writes them")
     shown = trees[:: max(1, math.ceil(len(trees) / limit))]
-    ends = [agent_ends(tree["nodes"]) for tree in shown]
-    data = {"total": len(trees), "first": ends.index(max(ends)), "trees": shown}
+    sizes = [len(tree["nodes"]) for tree in shown]
+    data = {"total": len(trees), "first": sizes.index(max(sizes)), "trees": shown}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def agent_ends(nodes: list[dict]) -> int:
-    """The number of branches of a tree that the agent has ended, the expert's not counted."""
-    inner = {node["parent"] for node in nodes}
-    return sum(i not in inner and node["source"] != "expert" for i, node in enumerate(nodes))
 
 
 def viewer_tree(tree: list[dict]) -> dict:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,7 @@ import pandas as pd
 import envs
 from environments import options_of
 from qlass import UserError, records
-from qlass.files import input_of, meta_of, parts_folder, warn
+from qlass.files import input_of, meta_of, warn
 from qlass.messages import parse_action
 from reporting.result_lines import Result
 from reporting.stats import Estimate, interval
@@ -40,11 +40,11 @@ METHODS = {  # in the order of the table
     "mcts": "MCTS by QNet",
     "particles": "particles by QNet",
 }
+PICKED = {"q": ", picked by QNet", "oracle": ", picked by true reward (oracle)"}  # the best of N episodes
 APART = 'not one row: name the runs apart: python -m reporting "first=PATH" "second=PATH"'
 ALONE = "not one table: report on each alone"
 UNTRAINED = ("oracle", "expert", "rule", "chat")  # methods that no training of ours changes
 COSTS = ("prompt", "generated", "scored")
-CONDITION = ["env", "method", "M", "N", "select", "label", "player", "agent"]
 
 
 @dataclass(frozen=True)
@@ -53,38 +53,42 @@ class Condition:
 
     env: str
     method: str
-    M: int | None = None
-    N: int | None = None
-    select: str | None = None
+    M: int = 1
+    N: int = 1
+    select: str = ""
     label: str = ""
     player: str = ""  # which of the environment's rules
     agent: str = ""  # a chat model's name, where no SFT has made the agent
 
     @property
     def oracle(self) -> bool:
-        return self.method.startswith("oracle") or (self.select == "oracle" and (self.N or 1) > 1)
+        return self.method.startswith("oracle") or (self.select == "oracle" and self.N > 1)
 
     @property
     def name(self) -> str:
         name = METHODS.get(self.method, self.method).replace("SFT", self.agent or "SFT")
-        name += f": {self.player}" if self.player else ""
-        if (self.N or 1) > 1:
-            name += {"q": ", picked by QNet", "oracle": ", picked by true reward (oracle)"}.get(self.select or "", "")
+        if self.player:
+            name += f": {self.player}"
+        if self.N > 1:
+            name += PICKED.get(self.select, "")
         return name if self.label in name else f"{name} [{self.label}]"
 
     @property
     def budget(self) -> str:  # without what is 1
-        return " ".join(f"{k}={v}" for k, v in (("M", self.M), ("N", self.N)) if (v or 1) > 1)
+        return " ".join(f"{name}={n}" for name, n in (("M", self.M), ("N", self.N)) if n > 1)
 
     def __str__(self) -> str:
         return f"{self.name} {self.budget}".strip()
 
     def order(self) -> tuple:
         rank = list(METHODS).index(self.method) if self.method in METHODS else len(METHODS)
-        return self.env, rank, self.method, self.label, self.player, self.oracle, self.N or 1, self.M or 1
+        return self.env, rank, self.method, self.label, self.player, self.oracle, self.N, self.M
 
 
-@dataclass
+CONDITION = [field.name for field in fields(Condition)]
+
+
+@dataclass(eq=False)
 class Group:
     """All episodes of one condition, a row each (`episode`)."""
 
@@ -94,6 +98,9 @@ class Group:
     def values(self, name: str) -> pd.Series:
         """A column, by (task, seed)."""
         return self.episodes.set_index(["task", "seed"])[name].dropna()
+
+    def among(self, tasks: Set[str]) -> Group:
+        return Group(self.condition, self.episodes[self.episodes["task"].isin(tasks)])
 
     @cached_property
     def blocks(self) -> dict[str, str]:
@@ -122,31 +129,20 @@ class Group:
 
 
 def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
-    """(label, file) of each argument: a file, a folder's results*.jsonl, either with LABEL= in front. Of a folder with
-    complete files the others are left out, with a warning."""
+    """(label, file) of each argument: a file, or a folder's results*.jsonl, either with LABEL= in front."""
     for argument in arguments:
         label, path = "", Path(argument)
         if not path.exists() and "=" in argument:
             label, _, rest = argument.partition("=")
             path = Path(rest)
-        paths = [path]
-        if path.is_dir():
-            there = [*path.glob("results*.jsonl"), *path.glob("results*.jsonl.parts")]
-            paths = [path / name for name in sorted({file.name.removesuffix(".parts") for file in there})]
-            complete = [file for file in paths if file.exists()]
-            for file in paths:
-                if complete and file not in complete:
-                    warn(f"{file}: left out, as it is not complete: the command that began it (again) completes it")
-            paths = complete or paths
-        if not any(place.exists() for file in paths for place in (file, parts_folder(file))):
-            raise UserError(f"{path}: no results*.jsonl; python q_search.py --run FOLDER writes one")
-        yield from ((label, file) for file in paths)
+        files = sorted(path.glob("results*.jsonl")) if path.is_dir() else [path]
+        if not files:
+            raise UserError(f"{path}: no complete results*.jsonl; python q_search.py --run FOLDER writes one")
+        yield from ((label, file) for file in files)
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, Any]]:
-    """("FILE:LINE", result). UserError for a file that is not complete, and for what is no result."""
-    if not path.exists() and parts_folder(path).exists():
-        raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
+    """("FILE:LINE", result). UserError for a file that is not there, and for what is no result."""
     for number, line in enumerate(records.read(path, Result), 1):
         yield f"{path}:{number}", line
 
@@ -158,16 +154,13 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     warnings: a list that gets what is printed as well.
     """
     rows: list[dict] = []
-    warnings = [] if warnings is None else warnings
     for label, path in sources:
         for where, record in lines_of(path):
             labels = filter(None, (label, record.get("label")))
             rows.append(episode(record) | {"label": ", ".join(labels), "file": path, "where": where})
-        if parts_folder(path).exists():
-            warnings.append(f"{path}: is being extended; what is new is read when that is complete")
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")
-    table = pd.DataFrame.from_records(rows).astype({"M": "Int64", "N": "Int64"})
+    table = pd.DataFrame.from_records(rows)
     table = table.sort_values(["task", "seed"], kind="stable")  # the same report, whatever the order of the lines
     same = [*CONDITION, "task", "seed"]
     table = table.drop_duplicates([*same, "reward", "total"])
@@ -175,12 +168,12 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     if len(twins):
         first, second = twins["where"].iloc[:2]
         raise UserError(f"{first} and {second}: two different results of a task, a method and a seed, {APART}")
-    groups = []
-    for key, episodes in table.groupby(CONDITION, dropna=False):
-        values = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
-        groups.append(Group(Condition(**values), episodes))
+    groups = [Group(Condition(*key), episodes) for key, episodes in table.groupby(CONDITION)]
     groups.sort(key=lambda group: group.condition.order())
-    warnings += dict.fromkeys([*check_tables(groups), *check_rows(groups), *doubts(groups), *leaks(groups)])
+    warnings = [] if warnings is None else warnings
+    warnings += dict.fromkeys(
+        [*unfinished(table), *check_tables(groups), *check_rows(groups), *doubts(groups), *leaks(table)]
+    )
     for warning in warnings:
         warn(warning)
     return groups
@@ -194,7 +187,9 @@ def episode(record: dict) -> dict[str, Any]:
     return {
         "env": record["env"] if split == "test" else f"{record['env']} {split}",
         "split": split,
-        **{name: record.get(name) for name in ("method", "M", "N", "select", "player", "agent")},
+        "method": record["method"],
+        **{name: record.get(name, 1) for name in ("M", "N")},
+        **{name: record.get(name, "") for name in ("select", "player", "agent")},
         "task": task,
         "block": record.get("block", task),  # tasks that vary together (TextEnv.block)
         "seed": record.get("seed", 0),
@@ -225,22 +220,23 @@ def doubts(groups: Iterable[Group]) -> Iterator[str]:
             yield f"{group.condition}: the environment did not know {share:.0%} of its actions"
 
 
-def places(output: Path) -> list[str]:
-    """The options of the run that an output lies in: a recipe has none that names files."""
-    file = output.with_name("settings.toml")
-    return tomllib.loads(file.read_text(encoding="utf-8"))["run"]["env_option"] if file.exists() else []
+def unfinished(table: pd.DataFrame) -> Iterator[str]:
+    """Files that a command is writing, or has begun to extend."""
+    for folder in {file.parent: None for file in table["file"]}:
+        for parts in sorted(folder.glob("results*.jsonl.parts")):
+            yield f"{parts.with_suffix('')} is not complete, so nothing new is read: give its command again"
 
 
-def leaks(groups: Iterable[Group]) -> Iterator[str]:
+def leaks(table: pd.DataFrame) -> Iterator[str]:
     """Files whose agent or QNet has learned from tasks that were played, or from others of their subjects. Published
     splits overlap (WebShop's in 21 tasks), so this is no refusal."""
-    for path, episodes in pd.concat([group.episodes for group in groups]).groupby("file"):
-        recipe, tasks = meta_of(path)["recipe"], set(episodes["task"])
+    for path, episodes in table.groupby("file"):
+        settings, tasks = path.with_name("settings.toml"), set(episodes["task"])
         checkpoints = filter(None, (input_of(path, name) for name in ("sft", "qnet")))
         learned = {checkpoint: meta_of(checkpoint).get("tasks") for checkpoint in checkpoints}
-        if "env_option" in recipe and any(learned.values()):
-            options = options_of(envs.environment_class(recipe["env"]), [*places(path), *recipe["env_option"]])
-            env = envs.make(recipe["env"], **options)
+        if settings.exists() and any(learned.values()):
+            run = tomllib.loads(settings.read_text(encoding="utf-8"))["run"]
+            env = envs.make(run["env"], **options_of(envs.environment_class(run["env"]), run["env_option"]))
             for checkpoint, known in learned.items():
                 subjects = set(map(env.subject, known or ()))
                 if n := sum(env.subject(task) in subjects for task in tasks):
@@ -270,18 +266,17 @@ def protocol_of(path: Path) -> dict[str, Any]:
 def protocol(groups: Sequence[Group]) -> dict[str, Any]:
     """The protocol of these rows' numbers: what their files' metadata and lines tell, several values as a list."""
     episodes = pd.concat([group.episodes for group in groups])
-    fields: dict[str, list] = {}
+    several: dict[str, list] = {}
     for path in episodes["file"].unique():
         for name, value in protocol_of(path).items():
-            if value not in fields.setdefault(name, []):
-                fields[name].append(value)
+            if value not in several.setdefault(name, []):
+                several[name].append(value)
     tasks = {}
     for split, ids in episodes.groupby("split")["task"].unique().items():
         text = "".join(f"{task}\n" for task in sorted(ids))
         tasks[split] = {"n": len(ids), "sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
-    shared = {name: values if len(values) > 1 else values[0] for name, values in fields.items()}
-    seeds = sorted(map(int, episodes["seed"].unique()))
-    return shared | {"tasks": tasks, "seeds": seeds, "methods": [str(group.condition) for group in groups]}
+    shared = {name: values if len(values) > 1 else values[0] for name, values in several.items()}
+    return shared | {"tasks": tasks}
 
 
 def check_tables(groups: Sequence[Group]) -> Iterator[str]:
@@ -290,15 +285,15 @@ def check_tables(groups: Sequence[Group]) -> Iterator[str]:
     for rows in tables_of(groups):
         env, most = rows[0].condition.env, max(rows, key=lambda group: len(group.blocks))
         protocols = {}
-        for path in dict.fromkeys(path for group in rows for path in group.episodes["file"]):
+        for path in pd.concat([group.episodes["file"] for group in rows]).unique():
             protocols[path] = {name: value for name, value in protocol_of(path).items() if name not in AGENT}
         check_alike(protocols, env, ALONE)
         for group in rows:
             if not group.blocks.keys() <= most.blocks.keys():
                 raise UserError(f"{env}: {most.condition} and {group.condition} with different tasks, {ALONE}")
-        sizes = sorted({group.reward.n for group in rows})
+        sizes = {group.reward.n for group in rows}
         if len(sizes) > 1:
-            yield f"{env}: rows over {sizes[0]} tasks and over {sizes[-1]}: their means may differ by the tasks alone"
+            yield f"{env}: rows over {min(sizes)} tasks and over {max(sizes)}: means may differ by the tasks alone"
 
 
 def check_rows(groups: Sequence[Group]) -> Iterator[str]:
@@ -306,17 +301,15 @@ def check_rows(groups: Sequence[Group]) -> Iterator[str]:
     rows that count one training twice."""
     for group in groups:
         name, used = group.condition.name, models_of(group.condition)
-        files = {path: made_with(path, used) for path in group.episodes["file"].unique()}
-        check_alike(files, name, APART)
-        seeds: dict[tuple, set] = {}  # by the content of agent and QNet
-        for seed, episodes in group.episodes.groupby("seed"):
-            models = {}
-            for path in episodes["file"].unique():
-                models[path] = {model: meta_of(path)["recipe"].get(model) for model in used}
-                seeds.setdefault(tuple(models[path].values()), set()).add(seed)
-            check_alike(models, f"{name} of one seed", APART)
-        if any(len(several) > 1 and all(models) for models, several in seeds.items() if models):
-            yield f"{name}: one model under two --seed, so not two trainings"
+        check_alike({path: made_with(path, used) for path in group.episodes["file"].unique()}, name, APART)
+        models_by_seed: dict[int, tuple] = {}
+        seeds: dict[tuple, int] = {}
+        for path, seed in group.episodes[["file", "seed"]].drop_duplicates().itertuples(index=False):
+            models = tuple(meta_of(path)["recipe"].get(model) for model in used)
+            if models_by_seed.setdefault(seed, models) != models:
+                raise UserError(f"{path}: {name} of one seed with different {' or '.join(used)}, {APART}")
+            if any(models) and seeds.setdefault(models, seed) != seed:
+                yield f"{name}: one model under two --seed, so not two trainings"
 
 
 def made_with(output: Path, inputs: Iterable[str], stage: str = "") -> dict[str, Any]:

@@ -7,26 +7,26 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 
 from reporting.results import METHODS, Condition, Group, protocol, tables_of
 from reporting.stats import Estimate, paired, paired_difference
 
-SIGNS = {"above greedy": 1, "equal": 0, "below": -1}
 BILLED = ("billed tokens", "billed", 0), ("cost", "cost", 4)
 FEW = 5  # seeds; the t interval of fewer is wider by a half and more than that of many
-ROWS_NOTE = (
-    "Mean over tasks with its 95 % interval, of several seeds over seeds and tasks. “Oracle” marks a method that looks "
-    "at the true reward before it answers. Tokens a task are all: prompt computed, generated, scored by QNet. A row is "
-    "charged for all its episodes, also for those that it shares with another row."
+RESULTS_NOTE = (
+    "Mean over tasks with its 95 % interval, of several seeds over seeds and tasks. Differences are over the tasks of "
+    "both rows, and undecided where the interval covers 0 or p is .05 or more. They are not corrected for their "
+    "number. Choices are the steps whose samples were several actions. Tokens a task are all: prompt computed, "
+    "generated, scored by QNet."
 )
-DIFFERENCES_NOTE = (
-    "Differences are paired, over the tasks that both methods ran, and “undecided” where the interval covers 0 or p is "
-    ".05 or more. QLASS meets the search by log-probability with as many candidates, the best-of-N nearest in tokens, "
-    "and the best-of-N with as many samples. A method of your own meets QLASS and the search by log-probability with "
-    "as many candidates, and the best-of-N nearest in tokens. Two labels of one method meet. No correction for so many "
-    "comparisons."
+QNET_NOTE = (
+    "QLASS, or a method of your own, meets the search by log-probability with as many candidates and two best-of-N: "
+    "the one nearest in tokens, and the one with as many samples. Your own meets QLASS too, and two labels of one "
+    "method meet."
+)
+ASIDE_NOTE = (
+    "An oracle looks at the true reward before it answers, which no agent could do; a rule knows the environment."
 )
 
 
@@ -37,80 +37,54 @@ def number(value: float, digits: int = 0) -> str:
 # ------------------------------------------------------------------------------------------- which rows are compared
 
 
-def own(group: Group) -> bool:
-    """True if its method is a reader's."""
-    return group.condition.method not in METHODS
-
-
 def less_and_less(label: str) -> list[str]:
     """A label, whose parts are a run's and a variant's, and what is left without the last part, and so on, to ""."""
     parts = label.split(", ")
     return list(dict.fromkeys(", ".join(parts[:n]) for n in reversed(range(len(parts) + 1))))
 
 
-def peer(
-    group: Group, groups: Sequence[Group], method: str, M: int = 1, N: int = 1, oracle: bool = False
-) -> Group | None:
-    """The row of this method and budget with a row's label or, where there is none, with less of it: "b, rank" -> "b"
-    -> ""."""
-    env = group.condition.env
-    for label in less_and_less(group.condition.label):
-        wanted = (env, label, method, M, N, oracle)
-        for other in groups:
-            c = other.condition
-            if (c.env, c.label, c.method, c.M or 1, c.N or 1, c.oracle) == wanted and other is not group:
-                return other
-    return None
+def peer(condition: Condition, groups: Sequence[Group]) -> Group | None:
+    """The row of this condition or, where there is none, with less of its label: "b, rank" -> "b" -> ""."""
+    rows = {group.condition: group for group in groups}
+    labelled = (replace(condition, label=label) for label in less_and_less(condition.label))
+    return next((rows[wanted] for wanted in labelled if wanted in rows), None)
 
 
 def greedy_of(group: Group, groups: Sequence[Group]) -> Group | None:
-    return peer(group, groups, "greedy")
-
-
-def search_of(group: Group, groups: Sequence[Group], method: str) -> Group | None:
-    """For a row of QLASS, or a reader's own, the search by another score that draws as many candidates."""
     c = group.condition
-    searches = c.method == "qlass" or own(group)
-    return peer(group, groups, method, c.M or 1, c.N or 1) if searches else None
+    return peer(Condition(c.env, "greedy", label=c.label, agent=c.agent), groups) if c.method != "greedy" else None
 
 
-def nearest(group: Group, groups: Sequence[Group], oracle: bool) -> Group | None:
-    """The best-of-N whose tokens are nearest to the group's, if both are known."""
-    ours, cost = group.condition, group.mean("total")
-    rivals = {}
-    for other in groups:
-        c, theirs = other.condition, other.mean("total")
-        same = (c.env, c.label, c.method, c.oracle) == (ours.env, ours.label, "best_of_n", oracle)
-        if same and theirs > 0 < cost:
-            rivals[abs(math.log(theirs / cost))] = other
-    return rivals[min(rivals)] if rivals else None
-
-
-def variants(one: Condition, other: Condition) -> bool:
-    """True for two rows of one method and budget by two labels, such as two QNets, in this order."""
-    return one.label < other.label and replace(one, label=other.label) == other
+def nearest(group: Group, groups: Sequence[Group]) -> Group | None:
+    """The best-of-N by QNet whose tokens are nearest to the group's, if both are known."""
+    c, cost = group.condition, group.mean("total")
+    rivals = [b for b in groups if b.condition == replace(c, method="best_of_n", M=1, N=b.condition.N, select="q")]
+    rivals = [b for b in rivals if b.mean("total") > 0 < cost]
+    return min(rivals, key=lambda b: abs(math.log(b.mean("total") / cost)), default=None)
 
 
 def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
-    """The rows that are compared: `DIFFERENCES_NOTE`; each with greedy; a labelled one with the same of another label,
-    or of none."""
+    """The rows that meet: `QNET_NOTE`."""
     for a in groups:
-        ours = a.condition
-        rivals = [greedy_of(a, groups), search_of(a, groups, "likeliest")]
-        if ours.method == "qlass":
-            samples = (ours.M or 1) * (ours.N or 1)
-            for oracle in (False, True):
-                rivals += [nearest(a, groups, oracle), peer(a, groups, "best_of_n", 1, samples, oracle)]
-        elif own(a):
-            rivals += [search_of(a, groups, "qlass"), nearest(a, groups, oracle=False)]
-        plainer = [replace(ours, label=label) for label in less_and_less(ours.label)[1:]]
-        rivals += [b for b in groups if b.condition in plainer][-1:]
-        rivals += [b for b in groups if b.condition.label and variants(b.condition, ours)]
-        yield from ((a, b) for b in rivals if b)
+        c = a.condition
+        own = c.method not in METHODS
+        rivals: list[Group | None] = []
+        if own or c.method == "qlass":
+            samples = replace(c, method="best_of_n", M=1, N=c.M * c.N, select="q")
+            rivals = [peer(replace(c, method="likeliest"), groups), nearest(a, groups), peer(samples, groups)]
+        if own:
+            rivals.append(peer(replace(c, method="qlass"), groups))
+        rivals += [b for b in groups if b.condition.label < c.label and replace(b.condition, label=c.label) == c]
+        yield from ((a, b) for b in dict.fromkeys(filter(None, rivals)))
 
 
 def difference(a: Group, b: Group) -> Estimate:
     return paired_difference(a.values("reward"), b.values("reward"), a.blocks)
+
+
+def aside(group: Group) -> bool:
+    """True of rules and oracles, which no agent can be."""
+    return group.condition.oracle or group.condition.method in ("expert", "rule")
 
 
 # --------------------------------------------------------------------------------------------------------- the tables
@@ -120,18 +94,18 @@ def names(group: Group) -> dict[str, str]:
     return {"environment": group.condition.env, "method": str(group.condition)}
 
 
-def results_table(groups: Sequence[Group]) -> pd.DataFrame:
-    """Each row's reward, what it earns over the agent and over the search without a QNet, and its costs."""
+def results_table(shown: Sequence[Group], groups: Sequence[Group]) -> pd.DataFrame:
+    """Each row's reward, what it earns over the agent of these groups, and its costs."""
     rows = []
-    for group in groups:
-        rivals = {"SFT greedy": greedy_of(group, groups), "log-probability": search_of(group, groups, "likeliest")}
+    for group in shown:
+        greedy = greedy_of(group, groups)
+        gain = difference(group, greedy) if greedy else None
         row = names(group) | {"reward [95 %]": f"{group.reward}"}
-        for name, rival in rivals.items():
-            gain = difference(group, rival) if rival else None
-            row[f"minus {name}"] = f"{gain:+}" if gain and gain.n else ""
-        row |= {"tokens": number(group.mean("total")), "generated tokens": number(group.mean("generated"))}
+        row["minus greedy"] = f"{gain:+}" if gain and gain.n else ""
+        row["choices"] = f"{group.row['choices'].sum() / max(1, group.row['steps'].sum()):.0%}"
+        row["tokens"] = number(group.mean("total"))
         for title, name, digits in BILLED:  # of a chat model
-            if any(other.mean(name) > 0 for other in groups):
+            if any(other.mean(name) > 0 for other in shown):
                 row[title] = number(group.mean(name), digits)
         row |= {"env steps": number(group.mean("env_steps"), 1), "success": number(group.mean("success"), 3)}
         rows.append(row | {"tasks": str(group.reward.n), "seeds": str(group.n_seeds)})
@@ -142,92 +116,79 @@ def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
     rows = []
     for a, b in comparisons(groups):
         gain = difference(a, b)
+        verdict = "undecided" if gain.covers_zero else "higher" if gain.mean > 0 else "lower"
         if gain.n:
-            verdict = "higher" if gain.mean > 0 else "lower"
-            both, _ = paired(a.values("reward"), b.values("reward"))
             ours, theirs = (tokens.mean() for tokens in paired(a.values("total"), b.values("total")))
-            row = names(a) | {"minus": str(b.condition), "difference [95 %]": f"{gain:+}"}
-            row |= {"verdict": "undecided" if gain.covers_zero else verdict, "tasks": str(gain.n)}
-            row |= {"seeds": str(both.index.unique(level=1).size)}
-            rows.append(row | {"tokens (ratio)": f"{ours / theirs:.2f}" if theirs > 0 else "–"})
-    return pd.DataFrame(rows).drop_duplicates()
-
-
-def choices_table(groups: Sequence[Group]) -> pd.DataFrame:
-    """In how many steps a method had several different actions to choose from, and its rewards beside greedy's: in how
-    many tasks of all seeds it earns more, the same, less."""
-    rows = []
-    for group in groups:
-        drawn, greedy = group.episodes, greedy_of(group, groups)
-        if not drawn["choices"].any():
-            continue
-        steps, choices, without = drawn["steps"].sum(), drawn["choices"].sum(), (drawn["choices"] == 0).sum()
-        row = {"steps": f"{steps:,}", "with a choice": f"{choices:,} ({choices / steps:.0%})"}
-        row |= {"episodes": f"{len(drawn):,}", "without any choice": f"{without:,} ({without / len(drawn):.0%})"}
-        if greedy:
-            ours, theirs = paired(group.values("reward"), greedy.values("reward"))
-            signs = np.sign((ours - theirs).round(9))
-            row |= {name: f"{(signs == sign).sum()}" for name, sign in SIGNS.items()}
-        rows.append(names(group) | row)
-    return pd.DataFrame(rows).fillna("–")
-
-
-TABLES = {
-    "Paired differences in reward": differences_table,
-    "How often there was a choice": choices_table,
-}
+            row = names(a) | {"minus": str(b.condition), "difference [95 %]": f"{gain:+}", "verdict": verdict}
+            row["tokens (ratio)"] = f"{ours / theirs:.2f}" if theirs > 0 else "–"
+            rows.append(row | {"tasks": str(gain.n)})
+    return pd.DataFrame(rows)
 
 
 # ----------------------------------------------------------------------------------------------------- in words
 
 
-def what_qnet_adds(groups: Sequence[Group]) -> Iterator[str]:
-    """A line for each row of QLASS that has a search by log-probability beside it."""
-    for group in groups:
-        greedy, search = greedy_of(group, groups), search_of(group, groups, "likeliest")
-        if group.condition.method == "qlass" and greedy and search:
-            gain, without, added = difference(group, greedy), difference(search, greedy), difference(group, search)
-            doubt = ", which may be noise" * added.covers_zero
-            yield (
-                f"{group.condition.env}, {group.condition} minus SFT greedy: {gain.mean:+.3f}. Search by "
-                f"log-probability has {without.mean:+.3f} without a QNet. QNet adds {added:+}{doubt}."
-            )
+def headlines(groups: Sequence[Group]) -> Iterator[str]:
+    """For each environment a sentence about QLASS with the most candidates and its rivals, over the same tasks."""
+    for rows in tables_of(groups):
+        searches = [group for group in rows if group.condition.method == "qlass" and not aside(group)]
+        if searches:
+            qlass = max(searches, key=lambda group: group.condition.M * group.condition.N)
+            likeliest = peer(replace(qlass.condition, method="likeliest"), rows)
+            rivals = [group for group in (greedy_of(qlass, rows), likeliest, nearest(qlass, rows)) if group]
+            tasks = set.intersection(*(set(group.blocks) for group in (qlass, *rivals)))
+            qlass, *rivals = (group.among(tasks) for group in (qlass, *rivals))
+            gains = ((rival.condition, difference(qlass, rival)) for rival in rivals)
+            parts = [f"{gain:+} over {rival}" + " (undecided)" * gain.covers_zero for rival, gain in gains]
+            first = f"{qlass.condition.env}: {qlass.condition} earns {qlass.reward} on {qlass.reward.n} tasks"
+            yield "; ".join([first, *parts]) + "."
 
 
-def notes(groups: Sequence[Group]) -> list[str]:
-    """Lines below the table of results: what QNet adds, how few seeds there are, and what a row is."""
-    lines = [*what_qnet_adds(groups)]
+def notes(groups: Sequence[Group]) -> Iterator[str]:
+    """Lines below the table of results: a temperature that costs much, few seeds, and what a row is."""
     for group in groups:
         greedy = greedy_of(group, groups) if group.condition.method == "sample" else None
         gain = difference(group, greedy) if greedy else None
         if gain and gain.n and gain.high < -0.03:
             cure = "A lower --temperature costs less."
-            lines.append(f"{group.condition.env}: one sample is below the greedy agent: {gain:+}. {cure}")
+            yield f"{group.condition.env}: one sample is below the greedy agent: {gain:+}. {cure}"
     seeds = {group.n_seeds for group in groups} - {1}
     if seeds and min(seeds) < FEW:
-        lines.append(f"{min(seeds)} seeds say little of other trainings, so the intervals of such rows are wide.")
-    return [*lines, ROWS_NOTE]
+        yield f"{min(seeds)} seeds say little of other trainings, so the intervals of such rows are wide."
+    yield RESULTS_NOTE
 
 
-def protocols(groups: Sequence[Group]) -> list[str]:
+def protocols(groups: Sequence[Group]) -> Iterator[str]:
     """A line for each environment: what its numbers mean."""
-    lines = []
     for rows in tables_of(groups):
         fields = json.dumps(protocol(rows), ensure_ascii=False)
-        lines.append(" ".join(f"Protocol of {rows[0].condition.env}: {fields}".split()))
-    return lines
+        yield " ".join(f"Protocol of {rows[0].condition.env}: {fields}".split())
+
+
+def sections(groups: Sequence[Group], warnings: Sequence[str] = ()) -> Iterator[tuple[str, list[str], pd.DataFrame]]:
+    """(title, lines, table) of each part of the report; of the folded ones last."""
+    agents, others = [group for group in groups if not aside(group)], [group for group in groups if aside(group)]
+    nothing = pd.DataFrame()
+    yield "Summary", [*headlines(groups), *(f"Warning: {warning}" for warning in warnings)], nothing
+    yield "Results", [*notes(groups)], results_table(agents, groups)
+    differences = differences_table(groups)
+    yield "What QNet adds", [QNET_NOTE] if len(differences) else [], differences
+    yield "Rules and oracles", [ASIDE_NOTE] if others else [], results_table(others, groups)
+    yield "Protocol", [*protocols(groups)], nothing
 
 
 def text(groups: Sequence[Group], warnings: Sequence[str] = ()) -> str:
-    """All tables as Markdown, below what is to be minded."""
-    parts = [f"**Warning:** {warning}" for warning in warnings]
-    parts += [markdown(results_table(groups)), *notes(groups), DIFFERENCES_NOTE]
-    for title, table in TABLES.items():
-        if len(rows := table(groups)):
-            parts += [title, markdown(rows)]
-    return "\n\n".join([*parts, *protocols(groups)]) + "\n"
+    """All parts as Markdown."""
+    parts = []
+    for title, lines, table in sections(groups, warnings):
+        if lines:
+            parts += [f"## {title}", markdown(table), *lines]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def markdown(table: pd.DataFrame) -> str:
+    """A table of texts; "" for an empty one."""
+    if table.empty:
+        return ""
     lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy()]
     return "\n".join("| " + " | ".join(" ".join(c.split()).replace("|", "\\|") for c in line) + " |" for line in lines)

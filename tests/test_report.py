@@ -58,7 +58,8 @@ def test_ids_stay_text_and_rows_differ_by_player_budget_and_label(tmp_path):
 
 
 def test_the_table_by_hand():
-    table = tables.results_table(list(parts_of(RESULTS).values())).set_index("method")
+    groups = list(parts_of(RESULTS).values())
+    table = tables.results_table(groups, groups).set_index("method")
     oracle = "best-of-N, picked by true reward (oracle) N=2"
     assert list(table.index) == ["SFT greedy", "best-of-N, picked by QNet N=2", oracle, "QLASS M=2"]
     greedy, qlass = table.loc["SFT greedy"], table.loc["QLASS M=2"]
@@ -67,7 +68,7 @@ def test_the_table_by_hand():
     assert qlass["reward [95 %]"].startswith("0.688 [")
     assert (greedy["success"], qlass["success"]) == ("0.250", "0.500")
     # Tokens: 100 prompt, 20 (seed 0) and 24 (seed 1) generated, 30 scored.
-    assert (qlass["generated tokens"], qlass["tokens"]) == ("22", "152")
+    assert (qlass["tokens"], qlass["choices"]) == ("152", "50%")
     # Four tasks of .5 each: a share z^2 / (4 + z^2) = .490 that was not seen may earn 0, or 1.
     assert table["reward [95 %]"]["best-of-N, picked by QNet N=2"] == "0.500 [0.255, 0.745]"
 
@@ -81,10 +82,11 @@ def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played(tmp_path):
 
 def test_the_differences_by_hand(tmp_path):
     shutil.copy(RESULTS, tmp_path / "results_avg.jsonl")
-    table = differences(parts_of(RESULTS, f"target avg={tmp_path}"))
+    groups = parts_of(RESULTS, f"target avg={tmp_path}")
+    table = differences(groups)
     # Seed 0 is shared: .5, 0, 0, .5. The resampled mean is Binomial(4, 1/2) / 8, whose 95 % are 0 to .5.
-    assert table["QLASS M=2", "SFT greedy"]["difference [95 %]"] == "+0.250 [+0.000, +0.500]"
-    assert table["QLASS M=2", "SFT greedy"]["verdict"] == "undecided"
+    (headline,) = tables.headlines(list(groups.values()))
+    assert "; +0.250 [+0.000, +0.500] over SFT greedy (undecided); " in headline
     assert table["QLASS M=2", "best-of-N, picked by QNet N=2"]["tokens (ratio)"] == "1.07"  # 150 / 140, of seed 0
     assert table["QLASS [target avg] M=2", "QLASS M=2"]["difference [95 %]"] == "+0.000 [+0.000, +0.000]"
 
@@ -106,30 +108,21 @@ def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_the
     for a, b in differences(groups):
         met.setdefault(a, []).append(b.removeprefix("best-of-N, picked by QNet "))
     assert met["QLASS M=2"] == ["search by log-probability M=2", "N=3", "N=2"]
-    assert met["vote M=2"] == ["search by log-probability M=2", "QLASS M=2", "N=2"]
+    assert met["vote M=2"] == ["search by log-probability M=2", "N=2", "QLASS M=2"]
 
 
-def test_what_qnet_adds_and_how_often_there_was_a_choice(tmp_path):
-    """Of four tasks greedy earns none; search by log-probability one, QLASS three, where QNet had three choices."""
-    played = {("greedy", 1): "0000", ("likeliest", 2): "0001", ("qlass", 2): "0111", ("qlass", 4): "1111"}
-    step = {"action": "a", "observation": "o", "candidates": [{"action": "a", "q": 0.1}]}
-    fork = step | {"candidates": [{"action": "a", "q": 0.1}, {"action": "b", "q": 0.0}]}
+def test_the_headline_is_about_the_tasks_that_all_have_played(tmp_path):
+    """Of four tasks greedy earns none; search by log-probability plays two and earns one, QLASS earns three."""
+    played = {("greedy", 1): "0000", ("likeliest", 2): "01", ("qlass", 2): "0111"}
     records = []
     for (name, m), rewards in played.items():
-        for task, reward in enumerate(map(int, rewards)):
-            steps = [step, fork if name == "qlass" and reward else step]
-            about = {"method": name, "M": m, "task_id": str(task), "reward": reward}
-            records.append(about | {"n_steps": 2, "steps": steps})
+        records += [{"method": name, "M": m, "task_id": f"{t}", "reward": int(r)} for t, r in enumerate(rewards)]
     rows = list(groups_in(tmp_path, records).values())
-    table = tables.results_table(rows).set_index("method")
-    assert [text.partition(" ")[0] for text in table["minus SFT greedy"]] == ["", "+0.250", "+0.750", "+1.000"]
-    (line,) = tables.what_qnet_adds(rows)  # with four candidates there is no other search to compare
-    assert line == (
-        "lake, QLASS M=2 minus SFT greedy: +0.750. Search by log-probability has +0.250 without a QNet. "
-        "QNet adds +0.500 [+0.000, +1.000], which may be noise."
-    )
-    first, _ = tables.choices_table(rows).to_dict("records")
-    assert list(first.values()) == ["lake", "QLASS M=2", "8", "3 (38%)", "4", "1 (25%)", "3", "1", "0"]
+    (headline,) = tables.headlines(rows)
+    earned, over_greedy, over_likeliest = headline.split("; ")
+    assert earned.startswith("lake: QLASS M=2 earns 0.500 [") and earned.endswith("on 2 tasks")
+    assert over_greedy.startswith("+0.500 [") and over_likeliest.startswith("+0.000 [")
+    assert list(tables.results_table(rows, rows)["minus greedy"].str[:6]) == ["", "+0.500", "+0.750"]
 
 
 def test_expected_ranges_are_checked(tmp_path):
@@ -185,7 +178,7 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_but_not_one_model_as
         (
             "",
             {"sft": "z", "tasks": "z"},
-            "/one/results.* and .*/two/results.*: SFT greedy of one seed with different sft",
+            "/two/results.*: SFT greedy of one seed with different sft",
         ),
         ("", {"seed": 1, "sft": "z", "qnet": "z", "trees": 9}, "QLASS with different qnet trees .4, 9"),
         ("other=", {"protocol": {"version": "1"}}, "lake with different version .0, 1., not one table"),
@@ -207,39 +200,43 @@ def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_no_row(
     report.main(["--run", str(tmp_path)])
     texts = capsys.readouterr().err, Page(tmp_path / "report.html").words, (tmp_path / "report.md").read_text()
     stale = f"{file} was made from another {tmp_path / 'agent.json'} than there is now: make it again"
-    few = "lake: rows over 1 tasks and over 2: their means may differ"
-    for warning in (stale, few, f"{file}: is being extended", "SFT greedy: 3 prompts lost their oldest turns"):
+    few = "lake: rows over 1 tasks and over 2: means may differ"
+    for warning in (
+        stale,
+        few,
+        f"{file} is not complete, so nothing new is read",
+        "SFT greedy: 3 prompts lost their oldest turns",
+    ):
         assert all(warning in text for text in texts)
     write(tmp_path / "results_b.jsonl", [RESULT | {"task_id": "c"}, RESULT | {"reward": 0}])
     with pytest.raises(UserError, match=r"results.jsonl:1 and .*results_b.jsonl:2"):
         parts_of(tmp_path)
     file.rename(tmp_path / "results_b.jsonl")
     assert [*parts_of(tmp_path)] == ["SFT greedy", "SFT sampled"]
-    assert f"warning: {file}: left out, as it is not complete" in capsys.readouterr().err
 
 
 def test_tasks_that_a_checkpoint_has_learned_from_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(FakeEnv, "subject", lambda self, task: task.replace("x", "z"))  # x and z want one product
     monkeypatch.setattr("envs.environment_class", lambda name: FakeEnv)
     folder = Path(run_folder(tmp_path / "run", tasks="xy"))
-    for name, learned in (("sft", ["z"]), ("qnet", ["u"]), ("results", None)):
+    for name, learned in (("sft", ["z"]), ("qnet", ["u"])):
         file = folder / f"{name}.meta.json"
-        meta = json.loads(file.read_text()) | {"tasks": learned}
-        meta["recipe"] |= {"env": "fake", "env_option": []}
-        file.write_text(json.dumps(meta))
-    (told,) = results.leaks(results.read_results(results.result_files([str(folder)])))
-    assert told.startswith(f"{folder}/sft has learned from 1 of 2 tasks")
-    (folder / "settings.toml").write_text("[run]\nenv_option = ['data=elsewhere']\n")  # its recipes name no file
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tasks": learned}))
+    settings = folder / "settings.toml"
+    settings.write_text('[run]\nenv = "fake"\nenv_option = []\n')
+    warnings: list[str] = []
+    results.read_results(results.result_files([str(folder)]), warnings)
+    assert [warning for warning in warnings if warning.startswith(f"{folder}/sft has learned from 1 of 2 tasks")]
+    settings.write_text(settings.read_text().replace("[]", "['data=elsewhere']"))
     with pytest.raises(UserError, match="data=elsewhere"):
-        list(results.leaks(results.read_results(results.result_files([str(folder)]))))
+        parts_of(folder)
 
 
 def test_the_protocol_stands_below_the_table(tmp_path, capsys):
     folders = [run_folder(tmp_path / f"seed{n}", n, f"a{n}", f"b{n}") for n in (0, 1)]
     report.main([*folders, "--out", str(tmp_path / "report.html")])
     tasks = {"test": {"n": 2, "sha256": hashlib.sha256(b"x\ny\n").hexdigest()[:16]}}
-    told = PROTOCOL | {"tasks": tasks, "seeds": [0, 1], "methods": ["rule", "SFT greedy", "QLASS M=2"]}
-    line, shown = f"Protocol of lake: {json.dumps(told)}", capsys.readouterr().out
+    line, shown = f"Protocol of lake: {json.dumps(PROTOCOL | {'tasks': tasks})}", capsys.readouterr().out
     assert line in shown.split("\n") and line in Page(tmp_path / "report.html").words
 
 
@@ -265,13 +262,16 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     shutil.copy(RESULTS, tmp_path / "results.jsonl")
     report.main(["--run", str(tmp_path), "--trees", str(TREES)])
     html = Page(tmp_path / "report.html")
-    sections = ["tokens", "results", "differences", "trees", "inputs"]
-    assert [a["id"] for _, a in html.tags if a.get("id") in sections] == sections  # the figure comes first
-    assert all((attributes.get(name) or "#")[0] == "#" for _, attributes in html.tags for name in ("src", "href"))
+    sections = ["summary", "results", "what-qnet-adds", "trees", "inputs"]
+    assert [attributes["id"] for tag, attributes in html.tags if tag == "section"] == sections
+    links = [attributes[name] for _, attributes in html.tags for name in ("src", "href") if name in attributes]
+    assert len(links) == 1 and links[0].startswith("data:image/svg+xml;base64,")
     assert any("default-src 'none'" in attributes.get("content", "") for _, attributes in html.tags)  # no network
     for phrase in ("0.688 [", "where the interval covers 0", page.CAPTION):
         assert phrase in html.words.replace("\u00a0", " ")
-    assert [path.read_bytes()[1:4] for path in tmp_path.glob("*.png")] == [b"PNG"]
+    assert html.words.index("Rules and oracles") < html.words.index(
+        "best-of-N,\u00a0picked by true reward (oracle) N=2"
+    )
 
 
 def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
@@ -303,7 +303,7 @@ def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
     report.main(["--run", str(tmp_path)])
     html = Page(tmp_path / "report.html")
     assert [tag for tag, _ in html.tags].count("script") == 2 and evil in html.words
-    assert "innerHTML" not in html.words and all(tag != "img" for tag, _ in html.tags)
+    assert "innerHTML" not in html.words and all("onerror" not in attributes for _, attributes in html.tags)
 
 
 # ------------------------------------------------ what the model sees of a demonstration (reporting.demonstration)
