@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from qlass import UserError
 from qlass.files import share, warn
 
 T = TypeVar("T")
@@ -18,11 +17,9 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 def device_and_precision(config: Any) -> tuple[torch.device, str]:
-    """--device, else this process's GPU or, without any, the CPU. --precision, else bf16 on a GPU
-    and float32 on a CPU, of which few have bf16 arithmetic."""
-    gpu = torch.cuda.is_available() and config.device != "cpu"
-    if config.device == "cuda" and not gpu:
-        raise UserError("--device cuda: torch sees no GPU")
+    """This process's GPU or, without any, the CPU. --precision, else bf16 on a GPU and float32 on
+    a CPU, of which few have bf16 arithmetic."""
+    gpu = torch.cuda.is_available()
     rank = int(os.environ.get("LOCAL_RANK") or 0)
     place = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if config.precision:

@@ -73,11 +73,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(Run):
-    """The device and the bits of a model. No CPU goes on with what a GPU began."""
+    """The bits of a model. No CPU goes on with what a GPU began."""
 
     load_in: Literal["4bit", "8bit"] | None = None  # bits per weight (bitsandbytes)
     precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
-    device: Literal["cpu", "cuda"] | None = not_in_recipe(None)  # the GPU, or without one the CPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

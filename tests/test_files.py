@@ -27,7 +27,6 @@ TASKS = ["t0", "t1", "t2", "t3"]
 class Stage(Run):
     depth: int = 3
     limit: int | None = not_in_recipe(None)
-    device: str | None = not_in_recipe(None)
 
 
 def flags(*words: str) -> Stage:
@@ -132,7 +131,7 @@ def test_another_recipe_is_refused_and_runtime_flags_may_differ(tmp_path):
     for name in (*others, ".ipynb_checkpoints/config.json"):  # which loading does not read
         (sft / name).write_text("no change")
     sft = sft.rename(tmp_path / "moved")  # an input is known by its content
-    assert grow(path, "--limit", "9", "--device", "cpu", sft=sft, qnet=qnet) == ["t1", "t0"]  # t3 and t2 are done
+    assert grow(path, "--limit", "9", sft=sft, qnet=qnet) == ["t1", "t0"]  # t3 and t2 are done
     for words, inputs, says in (
         (["--depth", "4"], {}, "depth 3, not 4: another --out or --run keeps both"),
         ([], {"qnet": tmp_path / "x.meta.json"}, "another qnet"),
