@@ -45,15 +45,12 @@ def children_of(tree: list[dict]) -> list[list[int]]:
 
 
 def tree_metrics(records: list[dict]) -> dict[str, Any]:
-    """For the metadata: how many trees and nodes, the agent's rollouts and their mean reward, and
-    how many of them ended where none had before."""
+    """For the metadata: how many trees and nodes, the agent's rollouts and their mean reward."""
     roots = [node for node in records if node["parent_id"] is None]
     rewards = [reward for root in roots for reward in root.get("rollouts", [])]
-    own = [node for node in records if node["source"] == "policy"]
     return {
         "trees": len(roots),
         "nodes": len(records),
         "rollouts": len(rewards),
         "mean_reward": sum(rewards) / max(1, len(rewards)),
-        "leaves": sum(node["done"] or "cut" in node for node in own),
     }
