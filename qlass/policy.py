@@ -43,16 +43,15 @@ class Policy:
         self.model, self.chat, self.seed = model, chat, seed
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        """a ~ pi(a | s), n times for each request."""
-        answers = []
-        for request in requests:
-            if request.valid:
-                answers.append(self.choose(request, self.valid_logprob(request)))
-            else:
-                answers.append([self.text(request, k) for k in range(request.n)])
-        return answers
+        """a ~ pi(a | s), n times for each request; those of a kind are answered side by side."""
+        logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
+        texts = iter(self.texts([r for r in requests if not r.valid]))
+        return [self.choose(r, next(logprobs)) if r.valid else next(texts) for r in requests]
 
     # ------------------------------------------------------------------------------- free text
+
+    def texts(self, requests: list[Sample]) -> list[list[Candidate]]:
+        return [[self.text(request, k) for k in range(request.n)] for request in requests]
 
     @torch.inference_mode()
     def text(self, request: Sample, k: int) -> Candidate:

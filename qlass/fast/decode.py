@@ -96,12 +96,6 @@ class FastPolicy(Policy):
         """The model's logits at these columns, (B, len(columns), V)."""
         return self.model(**inputs, logits_to_keep=columns).logits.float()
 
-    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        """a ~ pi(a | s), n times for each request; those of a kind are answered side by side."""
-        logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
-        texts = iter(self.texts([r for r in requests if not r.valid]))
-        return [self.choose(r, next(logprobs)) if r.valid else next(texts) for r in requests]
-
     # ------------------------------------------------------------------------- texts that are given
 
     @torch.inference_mode()
