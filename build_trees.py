@@ -104,11 +104,9 @@ class Node:
 
     def subtree(self) -> Iterator[Node]:
         """This node and all below it, parents first."""
-        stack = [self]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(reversed(node.children.values()))
+        yield self
+        for child in self.children.values():
+            yield from child.subtree()
 
 
 # -------------------------------------------------------------------------------------- Algorithm 2
@@ -219,20 +217,18 @@ class Explorer:
 
     def step(self, node: Node, action: str) -> Node:
         """The child that the agent's action leads to. The environment must stand at the node."""
-        if self.key(action) in node.children:
-            return node.children[self.key(action)]
-        state, reward, done = step(self.env, node.state, action)
-        return self.add(node, action, state, reward, done, "policy")
+        if self.key(action) not in node.children:
+            self.add(node, action, *step(self.env, node.state, action), "policy")
+        return node.children[self.key(action)]
 
     def add(
         self, node: Node, action: str, state: State, reward: float, done: bool, source: str
-    ) -> Node:
-        """A new child, in the state that the environment is in."""
+    ) -> None:
+        """Add a child, in the state that the environment is in."""
         snapshot, depth = self.env.snapshot(), node.depth + 1
         child = Node(state, state.observation, snapshot, depth, node, action, reward, done)
         child.source, child.branch = source, self.branches
         node.children[self.key(action)] = child
-        return child
 
     def key(self, action: str) -> str:
         """Return the part of an action that distinguishes it from its siblings."""
