@@ -100,10 +100,6 @@ def test_a_qnet_comes_back_from_its_folder(tmp_path):
     (tmp_path / "head.safetensors").write_bytes(head[:-8])
     with pytest.raises(UserError, match=r"head\.safetensors: "):
         QNet.from_pretrained(tmp_path)
-    torch.nn.init.constant_(again.head[0].bias, torch.nan)
-    again.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"head\.safetensors: its weights are not finite"):
-        QNet.from_pretrained(tmp_path)
 
 
 def trained(net: QNet, trees: list, held_out: list = (), **more) -> dict:
