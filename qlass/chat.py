@@ -55,8 +55,9 @@ class Rendering:
         """A checkpoint's, but for what the flags of a stage say."""
         file = Path(folder) / cls.FILE
         fields = read_json(file) if file.exists() else {}
-        flags = {name: getattr(config, name, None) for name in FLAGS}
-        fields |= {name: value for name, value in flags.items() if value is not None}
+        for name in FLAGS:
+            if (value := getattr(config, name, None)) is not None:
+                fields[name] = value
         with as_user_error(cls.FILE):
             return cls(**fields)
 
@@ -191,10 +192,8 @@ class Chat:
     def ended(self, ids: Sequence[int]) -> bool:
         """True if the agent's turn ends with the last of the tokens that it wrote: by one that ends
         a turn, or by one of the stop texts."""
-        stops = self.rendering.stop
-        longest = max((len(stop.encode()) for stop in stops), default=0)  # a token may be a byte
-        tail = self.tokenizer.decode(ids[-2 * longest :]) if stops else ""
-        return ids[-1] in self.stop_ids or any(stop in tail for stop in stops)
+        tail = self.tokenizer.decode(ids[-64:])  # longer than a stop text, as a token may be a byte
+        return ids[-1] in self.stop_ids or any(stop in tail for stop in self.rendering.stop)
 
     def action_in(self, text: str) -> str:
         """Return the action in a model's text, up to the first stop text."""
