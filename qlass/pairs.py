@@ -34,14 +34,13 @@ class Pack:
         return sum(map(len, self.families))
 
 
-def states_of(tree: list[dict]) -> dict[int, State]:
-    """The state of each node by node_id: the root's messages, then actions and their answers."""
+def states_of(tree: list[dict]) -> list[State]:
+    """The state of each node: the root's messages, then actions and their answers."""
     root = tree[0]
     opening = len(root["messages"]) - 1
-    states = {root["node_id"]: State.load(root["messages"], root.get("task", ""), opening)}
+    states = [State.load(root["messages"], root.get("task", ""), opening)]
     for node in tree[1:]:
-        parent = states[node["parent_id"]]
-        states[node["node_id"]] = parent.extended(node["action"], node["observation"])
+        states.append(states[node["parent_id"]].extended(node["action"], node["observation"]))
     return states
 
 

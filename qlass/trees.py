@@ -1,7 +1,7 @@
 """Trees: how they are read and counted.
 
 The lines of a tree stand together, the root first, parents before children. A tree is the list of
-its nodes. No torch here, so that bellman.py starts at once.
+its nodes, and a node's number is its place in it. No torch here, so that bellman.py starts at once.
 """
 
 import itertools
@@ -23,24 +23,21 @@ def read_trees(path: Path, kind: Any = Node) -> Iterator[list[dict]]:
         if task in tasks or len(tree) != nodes:
             raise UserError(f"{path}: task {task}: its lines are not one tree of {nodes} nodes")
         tasks.add(task)
-        before: set[int | None] = {None}  # the parents that a node may have
-        for node in tree:
-            number = node["node_id"]
-            if node["parent_id"] not in before or number in before:
-                raise UserError(f"{path}: task {task}: node {number} has no parent before it")
-            before.discard(None)
-            before.add(number)
+        for i, node in enumerate(tree):
+            parents: Any = range(i) if i else [None]
+            if node["node_id"] != i or node["parent_id"] not in parents:
+                problem = f"node {i} is not in its place, or has no parent before it"
+                raise UserError(f"{path}: task {task}: {problem}")
         yield tree
     if not tasks:
         raise UserError(f"{path}: holds no tree")
 
 
 def children_of(tree: list[dict]) -> list[list[int]]:
-    """The places, in the tree's list, of the children of each node."""
-    position = {node["node_id"]: i for i, node in enumerate(tree)}
+    """The children of each node."""
     children: list[list[int]] = [[] for _ in tree]
-    for i, node in enumerate(tree[1:], 1):
-        children[position[node["parent_id"]]].append(i)
+    for node in tree[1:]:
+        children[node["parent_id"]].append(node["node_id"])
     return children
 
 

@@ -106,13 +106,12 @@ def tree_data(path: Path | None, limit: int = 60) -> str:
 
 
 def viewer_tree(tree: list[dict]) -> dict:
-    places = {node["node_id"]: i for i, node in enumerate(tree)}
     nodes = []
     for node in tree:
         text = node["action"] or ""
         thought, _, action = text.rpartition("Action:")
         shown = {"thought": thought.strip().removeprefix("Thought:").strip(), "action": action.strip()}
-        shown["parent"] = places.get(node["parent_id"], -1)
+        shown["parent"] = -1 if node["parent_id"] is None else node["parent_id"]
         nodes.append(shown | {name: node.get(name) for name in FIELDS})
     root = tree[0]
     return {"task": root["task_id"], "text": root.get("task") or root["observation"], "nodes": nodes}

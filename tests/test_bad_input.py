@@ -49,7 +49,7 @@ BAD = {
         ("", ": holds no tree"),
         (tree(ROOT, LEAF).splitlines()[0] + "\n", ": task t: its lines are not one tree of 2 nodes"),
         (tree(ROOT, LEAF) + tree(*OTHER) + tree(ROOT, LEAF), ": task t: its lines are not one tree of 2 nodes"),
-        (tree(ROOT, LEAF, LEAF), ": task t: node 1 has no parent before it"),
+        (tree(ROOT, LEAF, LEAF), ": task t: node 2 is not in its place"),
         (dump([ROOT | {"nodes": 2}, 5]), ":2: "),
         *((tree(ROOT, LEAF | {name: value}), f":2: {name}: ") for name, value in NO_NODE),
     ],
