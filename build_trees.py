@@ -83,7 +83,6 @@ class Node:
     """N of Algorithm 2: an action, the state that it led to, and its children."""
 
     state: State
-    observation: str
     snapshot: Any  # of the environment in this state
     depth: int = 0
     parent: Node | None = None
@@ -134,25 +133,22 @@ class Explorer:
         expert branch (lines 11 to 13).
         """
         state = start(self.env, self.task_id)  # line 1
-        observation = state.observation.removeprefix(self.env.instruction)
         limit = self.env.max_steps
         self.max_steps = min(self.max_steps, self.env.step_limit() or math.inf)
         self.env.max_steps = None  # the agent's limit is `max_steps`: `done` is the environment's
-        root = Node(state, observation, self.env.snapshot())  # line 2
+        root = Node(state, self.env.snapshot())  # line 2
         queue = deque([root])  # line 3
-        if demonstrations is None:
-            await self.process_queue(queue, self.max_rollouts)  # lines 4-10
-        else:
-            before_expert = self.max_rollouts / 2
-            await self.process_queue(queue, before_expert)  # lines 4-10
+        bound = self.max_rollouts
+        if demonstrations is not None:
+            await self.process_queue(queue, bound / 2)  # lines 4-10
             own = demonstrations.get(self.task_id)
             self.env.max_steps = limit  # the expert's, too
             branch = self.add_demonstration(root, own.state.actions if own else None)  # line 11
             self.env.max_steps = None
             # In front of the queue: at its end, the bound would never let them come up.
             queue.extendleft(reversed(branch))  # line 12
-            with_expert = self.max_rollouts + 1  # the demonstration is a branch, and no rollout
-            await self.process_queue(queue, with_expert)  # line 13
+            bound += 1  # the demonstration is a branch, and no rollout
+        await self.process_queue(queue, bound)  # line 13; without a demonstration lines 4-10
         self.env.close()
         return root
 
@@ -226,7 +222,7 @@ class Explorer:
     ) -> None:
         """Add a child, in the state that the environment is in."""
         snapshot, depth = self.env.snapshot(), node.depth + 1
-        child = Node(state, state.observation, snapshot, depth, node, action, reward, done)
+        child = Node(state, snapshot, depth, node, action, reward, done)
         child.source, child.branch = source, self.branches
         node.children[self.key(action)] = child
 
@@ -253,7 +249,7 @@ def tree_records(
             "parent_id": number.get(node.parent),
             "depth": node.depth,
             "action": node.action,
-            "observation": node.observation,
+            "observation": node.state.observation,
             "reward": node.reward,
             "done": node.done,
             "source": node.source,
@@ -266,6 +262,7 @@ def tree_records(
             record |= {"reward": node.reward_at_limit, "done": True}
         records.append(record)
     records[0] |= {
+        "observation": root.state.observation.removeprefix(env.instruction),
         "env": env.name,
         "task": root.state.task,
         "messages": root.state.dump(),

@@ -187,7 +187,7 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
             observation, reward, terminated, truncated, _ = env.step(action)
             done = terminated or truncated
         if node.depth:
-            assert (env.message(observation), reward, done) == (node.observation, node.reward, node.done)
+            assert (env.message(observation), reward, done) == (node.state.observation, node.reward, node.done)
         assert len({parse_action(child.action) for child in node.children.values()}) == len(node.children)
 
 
