@@ -61,6 +61,7 @@ import envs
 from qlass import UserError, demonstrations, models, training
 from qlass.chat import Chat, Rendering, any_of
 from qlass.demonstrations import Demonstration
+from qlass.device import wait
 from qlass.files import Inputs, warn
 from qlass.messages import State
 from qlass.policy import QUESTION, Policy
@@ -243,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
     training.join(config)
     start = start_of(config)
     path = config.expert or demonstrations.collect(env, config, config.n_expert)
-    training.wait()
+    wait()
     expert = demonstrations.read(path, env, config.n_expert)
     inputs: Inputs = {"expert": path, "model": start}
     log = training.Training(config.path, config, env.settings, inputs)

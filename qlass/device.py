@@ -1,18 +1,18 @@
 """The device of a model, its precision, and its division among processes."""
 
+import contextlib
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from qlass.files import share, warn
 
-T = TypeVar("T")
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -33,24 +33,32 @@ def device_and_precision(config: Any) -> tuple[torch.device, str]:
 # --------------------------------------------------------------- weights divided among processes
 
 
-def load_divided(load: Callable[[], tuple[Any, T]], place: torch.device) -> tuple[Any, T]:
-    """A HuggingFace model that `load` puts on the CPU, and its report. Block by block each process
-    takes its share of the weights to its place (FSDP2).
-
-    By hand, as transformers' own plan trains a tied output layer apart from its embeddings. One
-    process after the other, so that the machine's memory holds one whole model.
-    """
-    n = distributed.get_world_size()
-    mesh = init_device_mesh(place.type, (n,))
-    for turn in range(n):
-        if turn == distributed.get_rank():
-            model, report = load()
-            for block in model.modules():
-                if type(block).__name__ in (model._no_split_modules or ()):
-                    divide(block, mesh)
-            divide(model, mesh)
+def wait() -> None:
+    """Until all processes are here."""
+    if distributed.is_initialized():
         distributed.barrier()
-    return model, report
+
+
+@contextlib.contextmanager
+def in_turn() -> Iterator[None]:
+    """One process after the other, so that the machine's memory holds one whole model."""
+    rank, n = share()
+    for _ in range(rank):
+        wait()
+    yield
+    for _ in range(rank, n):
+        wait()
+
+
+def divide_blocks(model: Any, mesh: DeviceMesh) -> None:
+    """Block by block each process takes its share of a HuggingFace model's weights (FSDP2).
+
+    By hand, as transformers' own plan trains a tied output layer apart from its embeddings.
+    """
+    for block in model.modules():
+        if type(block).__name__ in (model._no_split_modules or ()):
+            divide(block, mesh)
+    divide(model, mesh)
 
 
 def divide(layer: nn.Module, mesh: DeviceMesh) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.device import PRECISIONS, device_and_precision, is_divided, load_divided
+from qlass.device import PRECISIONS, device_and_precision, divide_blocks, in_turn, is_divided
 from qlass.files import atomic, files_of, read_json, warn
 from qlass.records import as_user_error
 from qlass.settings import Learning, Model
@@ -49,10 +50,12 @@ def load(
     a training divide the weights, unless these are in few bits.
     """
     place, precision = device_and_precision(config)
-    divided = distributed.is_initialized() and not config.load_in
+    mesh = None
+    if distributed.is_initialized() and not config.load_in:
+        mesh = init_device_mesh(place.type, (distributed.get_world_size(),))
     options: dict[str, Any] = {
         "dtype": torch.float32 if train else PRECISIONS[precision],
-        "device_map": {"": "cpu" if divided else place},
+        "device_map": {"": "cpu" if mesh else place},
         "use_safetensors": True,
         "output_loading_info": True,
         "trust_remote_code": False,
@@ -65,16 +68,16 @@ def load(
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
 
-    def read() -> tuple[Any, dict]:
-        with as_user_error("its weights"):
-            model, report = kind.from_pretrained(path, **options)
-        return model.base_model if body else model, report
-
     chat = load_chat(path, config)
     with as_user_error(path, SUPPORTED, UserError):
         if (Path(path) / "qnet.json").exists() and kind is hf.AutoModelForCausalLM:
             raise UserError("a QNet, which is no agent")
-        model, report = load_divided(read, place) if divided else read()
+        with in_turn():
+            with as_user_error("its weights"):
+                model, report = kind.from_pretrained(path, **options)
+            model = model.base_model if body else model
+            if mesh:
+                divide_blocks(model, mesh)
         for problem, keys in report.items():
             if keys:
                 raise UserError(f"{problem}: {sorted(map(str, keys))[0]}")

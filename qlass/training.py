@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from qlass import UserError
-from qlass.device import broadcast, device_and_precision, gather, whole
+from qlass.device import broadcast, device_and_precision, gather, wait, whole
 from qlass.files import (
     Inputs,
     dumps,
@@ -107,12 +107,6 @@ def join(config: Learning) -> None:
         if place.type == "cuda":  # else each process would also open the first one's GPU
             torch.cuda.set_device(place)
         distributed.init_process_group(timeout=timedelta(hours=2))  # disks can be slow
-
-
-def wait() -> None:
-    """Until all processes are here."""
-    if distributed.is_initialized():
-        distributed.barrier()
 
 
 def is_first() -> bool:
