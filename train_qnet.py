@@ -278,7 +278,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     qnet = load(sft, config)
     tasks, trees = read_pairs(labels, config.limit)
-    learned, held_out = hold_out_trees(trees, tasks)
+    learned, held_out = hold_out_trees(trees)
     if not any(learned):
         raise UserError(f"{labels}: no pair of (s, a) to train on")
     adapter = models.prepare_training(qnet.backbone, config)

@@ -1,6 +1,6 @@
 """The pairs of (s, a) of labelled trees, from which a QNet learns, and how it ranks siblings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from qlass.batching import Score
 from qlass.messages import State
 
-HELD_OUT = 10  # the trees of every tenth task are not trained on
+HELD_OUT = 10  # every tenth tree is not trained on
 GAP = 0.05  # siblings whose q differ by less are no pair to rank
 
 
@@ -58,17 +58,10 @@ def families(pairs: list[Pair]) -> list[list[Pair]]:
     return list(siblings.values())
 
 
-def hold_out_trees(
-    trees: list[list[Pair]], tasks: Sequence[str]
-) -> tuple[list[list[Pair]], list[list[Pair]]]:
-    """Trees to train on, and those of every tenth task, from the first on, to validate.
-
-    tasks: of each tree. The trees of a task alone are both.
-    """
-    held_out = set(list(dict.fromkeys(tasks))[::HELD_OUT])
-    of_task = list(zip(trees, tasks, strict=True))
-    learned = [tree for tree, task in of_task if task not in held_out]
-    return learned or trees, [tree for tree, task in of_task if task in held_out]
+def hold_out_trees(trees: list[list[Pair]]) -> tuple[list[list[Pair]], list[list[Pair]]]:
+    """Trees to train on, and every tenth, from the first on, to validate; a single one is both."""
+    learned = [tree for i, tree in enumerate(trees) if i % HELD_OUT]
+    return learned or trees, trees[::HELD_OUT]
 
 
 def ranking(
