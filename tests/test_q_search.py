@@ -184,10 +184,13 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
         return capsys.readouterr().out
 
     text = printed(FakeEnv().task_ids("test"))
-    assert text.startswith("Task test2. The 2 test tasks before it are not shown: they have fewer than 3 steps")
-    assert "\nfind the purse\n" in text and "\n  > right  █" in text
-    assert "qlass M=2: reward 1 after 3 steps\nThere was a choice in 3 of 3 steps: steps 1, 2, 3.\n" in text
-    assert "The agent alone, greedy, earns 0 after 2 steps. The ways part at step 1" in text
+    assert text.startswith("Task test2, of 6 test tasks the one with the most choices.\n")
+    assert (
+        "\nfind the purse\n" in text
+        and f"\n    left   {12 * '█'}             0.500\n  > right  {24 * '█'} 1.000\nstep 2" in text
+    )
+    assert "qlass M=2: reward 1 after 3 steps\nSteps with a choice: 1, 2, 3. In" in text
+    assert "The agent alone, greedy, earns 0 after 2 steps. From step 1 on it goes on with left" in text
     assert not list(Path().iterdir())
 
 
