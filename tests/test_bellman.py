@@ -50,12 +50,15 @@ def test_the_root_counts_in_the_min_max():
     # Q(2) = 1, Q(3) = .5, Q(1) = .9 max(1, .5), Q(4) = .2, Q(0) = .9 max(.9, .2)
     ("q", {0: 0.81, 1: 0.9, 2: 1.0, 3: 0.5, 4: 0.2}),
     ("avg", {0: 1.7 / 3, 1: 0.75, 2: 1.0, 3: 0.5, 4: 0.2}),
+    ("td", {0: 0.9 * (0.675 + 0.2) / 2, 1: 0.9 * (1 + 0.5) / 2, 2: 1.0, 3: 0.5, 4: 0.2}),
+    ("mc", {0: 0.0, 1: 0.9, 2: 1.0, 3: 0.5, 4: 0.2}),  # the first branch made node 1, and none the root
     ("reward", {0: 0.2, 1: 1.0, 2: 1.0, 3: 0.5, 4: 0.2}),  # the root, of no branch, does not set the scale
 ])  # fmt: skip
 def test_values_by_hand(target, raw):
-    """Of each the least is .2 and the greatest 1."""
+    """Of each the greatest is 1."""
+    lowest = min(raw.values())
     for n, (value, q) in values(tree_by_hand(), target).items():
-        assert (value, q) == pytest.approx((raw[n], (raw[n] - 0.2) / 0.8))
+        assert (value, q) == pytest.approx((raw[n], (raw[n] - lowest) / (1 - lowest)))
     # A demonstration (branch 1) that stops early, on whose way the agent was stopped at its limit.
     cut = [node(0, None), node(1, 0, branch=1, cut=0.3), node(2, 1, branch=1), node(3, 0, 0.6, branch=2, done=True)]
     assert targets.reward(cut, 0.9) == [0.0, 0.0, 0.0, 0.6]

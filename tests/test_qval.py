@@ -12,7 +12,6 @@ from fakes import FakeEnv, Script, explore, over, say
 
 import envs
 from build_trees import tree_records
-from experiments import targets
 from experiments.qval import __main__ as qval
 from experiments.qval import metrics, report, search
 from experiments.qval.points import Point, digest, labelled, trajectory
@@ -280,13 +279,3 @@ def test_a_study_with_a_checkpoint_as_judge(study, agent):
     rows = study("--judge", str(agent), "--judge-tokens", "4", "--scorers", "random", *names).loc["exact"]
     assert {*rows.index} == {"random", *names}
     assert rows["coverage"][["direct", "verifier"]].tolist() == [0, 1]  # random weights write nonsense
-
-
-def test_td_and_mc_targets_by_hand():
-    edges = [(None, 0, 0.0, 0), (0, 1, 0.0, 1), (1, 2, 1.0, 1), (1, 2, 0.0, 2), (0, 1, 0.2, 3)]
-    tree = []
-    for i, (parent, depth, reward, branch) in enumerate(edges):
-        node = {"node_id": i, "parent_id": parent, "depth": depth, "reward": reward, "branch": branch}
-        tree.append(node | {"done": i > 1})
-    assert targets.td(tree, 0.5) == pytest.approx([0.5 * (0.25 + 0.2) / 2, 0.5 * (1 + 0) / 2, 1, 0, 0.2])
-    assert targets.mc(tree, 0.5)[1:] == [0.5, 1, 0, 0.2]  # the first branch made node 1

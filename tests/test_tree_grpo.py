@@ -197,39 +197,31 @@ def test_probabilities_are_those_of_the_tokens_that_were_sampled(limit, valid):
 
 # -------------------------------------------------------------------------------------- PPO and its critic, by turns
 
-VALID = ("Action: left", "Action: right")
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "expected"),
+    [
+        (0.5, 0.5, [-0.3625, 0.15, 0.6]),  # 1 - .4; .5 x .4 - .2 + .25 x .6; .5 x .2 - .5 + .25 x .15
+        (1.0, 1.0, [0.5, 0.8, 0.6]),  # R - V
+        (0.9, 0.0, [0.9 * 0.2 - 0.5, 0.9 * 0.4 - 0.2, 0.6]),
+    ],
+)
+def test_advantages_of_turns_by_hand(gamma, lam, expected):
+    """A step with one valid action is no turn."""
+    pages = {"start": 0.5, "corridor": 9.0, "hall": 0.2, "cave": 0.4}
+    values = {State((("user", page),)): v for page, v in pages.items()}
+    decisions = [Decision(state, "left", ("left", "right") if v < 1 else ("left",)) for state, v in values.items()]
+    (A,) = ppo.advantages([Trajectory(tuple(decisions), 1.0)], values, gamma, lam)
+    np.testing.assert_allclose(A, [expected[0], np.nan, *expected[1:]])
+    ((white,),) = ppo.whitened([[A]])
+    turns = white[[0, 2, 3]]
+    assert white[1] == 0 and (turns.mean(), turns.std()) == pytest.approx((0, 1), abs=1e-4)
 
 
-def walk(reward, *observations, forced=()):
-    """A walk to the left through these pages; in the `forced` ones there is one valid action."""
-    state = State((("user", "walk"),), "find")
-    decisions = []
-    for t, observation in enumerate(observations):
-        state = State((*state.messages, ("user", observation)), "find")
-        decisions.append(Decision(state, VALID[0], VALID[: 1 if t in forced else 2]))
-        state = State((*state.messages, ("assistant", VALID[0])), "find")
-    return Trajectory(tuple(decisions), reward)
-
-
-def test_advantages_and_the_critics_loss_by_hand():
-    # A_3 = 1 - .4; A_2 = .5 x .4 - .2 + .25 A_3; A_1 = .5 x .2 - .5 + .25 A_2
-    values = [0.5, 0.2, 0.4]
-    np.testing.assert_allclose(ppo.gae(values, 1.0, 0.5, 0.5), [-0.3625, 0.15, 0.6])
-    np.testing.assert_allclose(ppo.gae(values, 1.0, 1.0, 1.0), [0.5, 0.8, 0.6])  # R - V
-    np.testing.assert_allclose(ppo.gae(values, 1.0, 0.9, 0.0), [0.9 * 0.2 - 0.5, 0.9 * 0.4 - 0.2, 0.6])
-    # within the clip; beyond it V would count as .6; away from the target V itself is worse than .2
+def test_the_critics_loss_by_hand():
+    """Within the clip; beyond it V would count as .6; away from the target V itself is worse than .2."""
     losses = ppo.value_loss(torch.tensor([0.5, 0.9, 0.1]), torch.full((3,), 0.4), torch.ones(3))
     assert_close(losses, torch.tensor([0.5**2, 0.4**2, 0.9**2]) / 2)
-
-
-def test_forced_steps_are_no_turns():
-    short, long = walk(1.0, "start", "left"), walk(1.0, "start", "walk", "left", forced=[1])
-    values = dict.fromkeys((decision.state for decision in short.decisions + long.decisions), 0.5)
-    (a,) = ppo.advantages([short], values, 0.9, 0.8)
-    (b,) = ppo.advantages([long], values, 0.9, 0.8)
-    assert a.tolist() == b[[0, 2]].tolist() and np.isnan(b[1])
-    ((white,),) = ppo.whitened([[b]])
-    assert white[1] == 0 and white[[0, 2]] == pytest.approx([-1, 1], abs=1e-4)
 
 
 @pytest.mark.parametrize("candidates", ["valid", "free"])
