@@ -34,6 +34,17 @@ def played(fake, run, *flags):
     return read_jsonl(run / "results_first.jsonl")
 
 
+def asked(fake, run, *flags):
+    """The lines, and the number of requests but for the first one, which asks for the model's name."""
+    before = len(fake.seen) + 1
+    lines = played(fake, run, *flags)
+    return lines, len(fake.seen) - before
+
+
+def steps_of(lines) -> int:
+    return sum(line["n_steps"] for line in lines)
+
+
 def states_of(line: dict) -> list[State]:
     """Those in which a result's steps were taken."""
     env = FakeEnv()
@@ -83,20 +94,23 @@ def test_no_answer_is_asked_for_twice(fake, tmp_path, value_net):
     with pytest.raises(UserError, match=fake.url):
         played(fake, tmp_path, *flags)
     file = tmp_path / "answers.results_first.jsonl"
-    file.write_bytes(file.read_bytes()[:-9])  # a kill cuts what it writes
-    first = len(fake.seen)
-    lines = played(fake, tmp_path, *flags)
-    steps = sum(line["n_steps"] for line in lines)
-    assert first == 5 and len(fake.seen) == first + 1 + steps - 2  # the model's name; two answers were there
-    assert played(fake, tmp_path, *flags) == lines and len(fake.seen) == first + 1 + steps - 2 + 1
-    again = played(fake, tmp_path, *flags, "--overwrite")
-    assert [line | {"seconds": 0} for line in again] == [line | {"seconds": 0} for line in lines]
-    assert len(fake.seen) == first + 1 + steps - 2 + 2
+    file.write_bytes(file.read_bytes()[:-9])  # a kill cuts the last of three
+    lines, requests = asked(fake, tmp_path, *flags)
+    assert requests == steps_of(lines) - 2
+    assert asked(fake, tmp_path, *flags) == (lines, 0)
+    again, requests = asked(fake, tmp_path, *flags, "--overwrite")
+    assert [line | {"seconds": 0} for line in again] == [line | {"seconds": 0} for line in lines] and not requests
+    before = len(fake.seen) + 1
     more = played(fake, tmp_path, "--method", "sample", "qlass", "--qnet", str(value_net))
     assert more[:2] == again and len(more) == 4
-    assert fake.seen[first + 1 + steps - 2 + 3].get("n") is None  # of two answers the first was there
+    assert "n" not in fake.seen[before]  # of two answers the first was there
+
+
+def test_a_missing_qnet_and_another_model_are_refused(fake, tmp_path):
+    flags = ("--method", "sample", "--in-flight", "1")
     with pytest.raises(UserError, match="no such QNet: "):
-        played(fake, tmp_path / "other")
+        played(fake, tmp_path)
+    played(fake, tmp_path, *flags)
     fake.script += [chat_completion("Hello") | {"model": "other"}]
     with pytest.raises(UserError, match="begun with model first, not other"):
         played(fake, tmp_path, *flags)
@@ -107,12 +121,10 @@ def test_no_answer_is_asked_for_twice(fake, tmp_path, value_net):
 
 @pytest.mark.parametrize("body", ["{}", '{"n": null}'])
 def test_a_server_that_gives_one_answer_to_a_request_for_several(fake, tmp_path, body):
-    fake.well, well = lambda asked: well(asked | {"n": 1}), fake.well
-    lines = played(fake, tmp_path, "--method", "random", "-M", "3", "--body", body)
-    steps = sum(line["n_steps"] for line in lines)
-    assert len(fake.seen) == 1 + 3 * steps
-    assert all(("n" in asked) == (body == "{}") for asked in fake.seen[1:2])
-    assert len({asked["seed"] for asked in fake.seen[1:]}) == 3 * steps
+    fake.well, well = lambda body: well(body | {"n": 1}), fake.well
+    lines, requests = asked(fake, tmp_path, "--method", "random", "-M", "3", "--body", body)
+    assert requests == 3 * steps_of(lines) == len({body["seed"] for body in fake.seen[1:]})
+    assert ("n" in fake.seen[1]) == (body == "{}")
 
 
 def test_answers_are_bounded_and_paid(fake, tmp_path, capsys):
@@ -121,14 +133,13 @@ def test_answers_are_bounded_and_paid(fake, tmp_path, capsys):
         played(fake, tmp_path, *flags, "--max-answers", "3")
     assert len(fake.seen) == 1 + 3
     assert "at most 10 answers (2 tasks, 5 steps, 1 for" in capsys.readouterr().err
-    lines = played(fake, tmp_path, *flags)
-    asked = sum(line["n_steps"] for line in lines)
-    assert len(fake.seen) == 1 + 1 + asked  # the model's name twice
+    lines, requests = asked(fake, tmp_path, *flags)
+    assert requests == steps_of(lines) - 3
     for line in lines:
         usage = line["usage"]
         assert usage["cost"] == pytest.approx(usage["prompt"] * 2e-6 + usage["generated"])
     told = json.loads(capsys.readouterr().out.partition("billed: ")[2])
-    assert told["answers"] == told["requests"] == asked - 3
+    assert told["answers"] == told["requests"] == requests
     assert told["cost"] == pytest.approx(told["prompt"] * 2e-6 + told["generated"], abs=1e-5)
 
 

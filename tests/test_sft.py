@@ -170,17 +170,11 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(clone, tmp_p
     assert other.instruction == "walk"
 
 
-def test_a_file_that_begins_in_two_ways_is_not_cloned(clone, tmp_path):
-    lines = [demonstrations.demonstrate(FakeEnv(), task) for task in ("train0", "train1")]
-    (tmp_path / "mine.json").write_text(json.dumps([*lines, ETO]))
-    with pytest.raises(UserError, match=r"demonstration 3 begins with \['You are shopping.', 'OK'\]"):
-        clone("--expert", str(tmp_path / "mine.json"))
-
-
-def test_first_messages_are_not_those_of_the_checkpoint_that_is_cloned_on(clone, tmp_path):
-    Rendering(instruction="Swim.", agreement="Oh").save(tmp_path / "model")
-    _, env = clone("--n-expert", "2")
+def test_a_checkpoint_that_is_cloned_on_takes_first_messages_and_length_from_what_it_learns(clone, tmp_path):
+    Rendering(instruction="Swim.", agreement="Oh", max_new_tokens=3).save(tmp_path / "model")
+    agent, env = clone("--n-expert", "2")
     assert (env.instruction, env.agreement) == ("walk", "OK")
+    assert agent.chat.rendering.max_new_tokens == len(agent.chat.action("Thought: this way\nAction: right", "")) > 3
 
 
 def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, capsys):
@@ -212,19 +206,15 @@ def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, mo
     train(there)
 
 
-def test_no_answer_is_cut_in_play_that_was_learned(clone, tmp_path):
-    Rendering(max_new_tokens=3).save(tmp_path / "model")
-    agent, _ = clone("--n-expert", "2")
-    assert agent.chat.rendering.max_new_tokens == len(agent.chat.action("Thought: this way\nAction: right", "")) > 3
-
-
-def test_control_tokens_in_a_demonstration_are_refused(clone, tmp_path):
-    """As of a chat template that was applied before: they would be learned as letters."""
+def test_what_begins_otherwise_or_holds_control_tokens_is_not_cloned(clone, tmp_path):
+    """As of a chat template that was applied before: its tokens would be learned as letters."""
     *before, action = ETO["conversations"]
-    told = [*before, action | {"value": "Action: a<end>"}]
-    (tmp_path / "eto.json").write_text(json.dumps([ETO, {"conversations": told}]))
-    with pytest.raises(UserError, match="demonstration 2: remove '<end>' from its answers"):
-        clone("--expert", str(tmp_path / "eto.json"))
+    marked = {"conversations": [*before, action | {"value": "Action: a<end>"}]}
+    of_walks = demonstrations.demonstrate(FakeEnv(), "train0")
+    for other, says in ((marked, "remove '<end>' from its answers"), (of_walks, r"begins with \['walk', 'OK'\]")):
+        (tmp_path / "mine.json").write_text(json.dumps([ETO, other]))
+        with pytest.raises(UserError, match=f"demonstration 2:? {says}"):
+            clone("--expert", str(tmp_path / "mine.json"))
 
 
 def test_an_answer_with_a_text_that_ends_answers_is_refused():
