@@ -25,7 +25,6 @@ CAPTION = (
     "it lies above best-of-N it helps to choose within an episode."
 )
 FOLDED = ("Rules and oracles", "Protocol")
-FIELDS = ("observation", "reward", "done", "source", "branch", "expert", "q", "q_raw")  # of a node, for the viewer
 
 
 def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
@@ -91,27 +90,9 @@ def table(rows: pd.DataFrame) -> str:
 
 
 def tree_data(path: Path | None, limit: int = 60) -> str:
-    """The trees for the page's viewer as JSON: at most `limit`, evenly spread over the file.
-
-    {"total", "first", "trees": [{"task", "text", "nodes": [{"parent": its place or -1, "action", "thought", ...}]}]}; a
-    node comes after its parent. first: the place of the largest tree.
-    """
+    """The trees for the page's viewer as JSON, {"total", "trees"}: at most `limit`, evenly spread over the file."""
     if path is None:
         return "null"
-    trees = list(map(viewer_tree, read_trees(path)))
-    shown = trees[:: max(1, math.ceil(len(trees) / limit))]
-    sizes = [len(tree["nodes"]) for tree in shown]
-    data = {"total": len(trees), "first": sizes.index(max(sizes)), "trees": shown}
+    trees = list(read_trees(path))
+    data = {"total": len(trees), "trees": trees[:: max(1, math.ceil(len(trees) / limit))]}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def viewer_tree(tree: list[dict]) -> dict:
-    nodes = []
-    for node in tree:
-        text = node["action"] or ""
-        thought, _, action = text.rpartition("Action:")
-        shown = {"thought": thought.strip().removeprefix("Thought:").strip(), "action": action.strip()}
-        shown["parent"] = -1 if node["parent_id"] is None else node["parent_id"]
-        nodes.append(shown | {name: node.get(name) for name in FIELDS})
-    root = tree[0]
-    return {"task": root["task_id"], "text": root.get("task") or root["observation"], "nodes": nodes}
