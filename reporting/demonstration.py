@@ -71,23 +71,23 @@ def task_of(demonstration: Demonstration, env: envs.TextEnv) -> str | None:
 
 
 def replayed(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iterator[str]:
-    """Each action, whether the environment knew it, and its answer, then the reward."""
+    """Each action with the environment's answer, marked if it was not known or not so recorded; then the reward."""
     moves = replay(env, task, demonstration.state.actions)
     reward, done, differ = 0.0, False, 0
     again = sentence(next(moves).state.task)
     recorded = demonstration.state.observations[1:]
     for number, text in enumerate(demonstration.state.actions):
         action = parse_action(text)
-        marks = {'no "Action:", so all of the text is the action': "Action:" not in text}
-        marks["the environment does not know it"] = not env.knows(action)
+        known = env.knows(action)
         _, state, reward, done = next(moves)
-        other = number < len(recorded) and recorded[number].strip() != state.observation.strip()
-        marks["another answer than recorded"] = other
-        differ += other
         answer = again.sub("...", state.observation)  # the task would hide the rest
         yield f"  {number + 1:3} {textwrap.shorten(action, WIDTH - 6, placeholder=' ...')}"
         yield f"      {textwrap.shorten(answer, WIDTH - 6, placeholder=' ...')}"
-        yield from (f"      <- {mark}" for mark, so in marks.items() if so)
+        if not known:
+            yield "      <- the environment does not know it"
+        if number < len(recorded) and recorded[number].strip() != state.observation.strip():
+            yield "      <- another answer than recorded"
+            differ += 1
     record = "nothing is recorded" if demonstration.reward is None else f"{demonstration.reward:g} is recorded"
     end = "" if done else ", and the episode was not over"
     yield f"replaying them earned {reward:g}, {record}{end}; {differ} answers are not the recorded ones"
@@ -104,13 +104,12 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{path}: demonstration {config.number} of {len(expert)}\n\nas the model sees it:")
     print(*as_the_model_sees_it(chat_of(config, env, expert), demonstration, config.max_tokens), sep="\n")
     task = task_of(demonstration, env)
-    print(f"\n{len(demonstration.state.actions)} actions:")
     if task is None:
-        print(*(f"  {parse_action(text)}" for text in demonstration.state.actions), sep="\n")
-        print("no training task has this id or begins with these words, so they are not replayed")
-    else:
-        for row in replayed(demonstration, env, task):
-            print(row)
+        print("\nno training task has this id or begins with these words, so its actions are not replayed")
+        return
+    print(f"\n{len(demonstration.state.actions)} actions:")
+    for row in replayed(demonstration, env, task):
+        print(row)
 
 
 if __name__ == "__main__":

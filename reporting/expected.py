@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from qlass import UserError
-from reporting.results import Group
+from reporting.results import Condition, Group
 
 COLUMNS = {"environment": str, "method": str, "M": int, "N": int, "select": str, "low": float, "high": float}
 
@@ -20,28 +20,13 @@ def read_ranges(path: Path) -> pd.DataFrame:
 
 
 def verdicts(groups: Sequence[Group], ranges: pd.DataFrame) -> list[str]:
-    """One line per reward and range: "agent .720, expected .70 to .73: ok"; or one that there is none.
-
-    The mean itself is compared, not the rounded one that the line shows.
-    """
+    """One line per reward and range: "SFT greedy 0.7202, expected 0.7 to 0.73: ok"; or one that there is none."""
+    rewards = {group.condition: group.reward.mean for group in groups}
     lines = []
     for row in ranges.itertuples():
-        for group in groups:
-            c = group.condition
-            condition = (c.env, c.method, c.M or 1, c.N or 1, c.select or "")
-            if not c.label and condition == (row.environment, row.method, row.M, row.N, row.select):
-                name = "agent" if c.method == "greedy" else str(c)
-                mean, expected = group.reward.mean, f"expected {short(row.low, 2)} to {short(row.high, 2)}"
-                lines.append(f"{name} {short(mean, 3)}, {expected}: {verdict(mean, row.low, row.high)}")
+        condition = Condition(row.environment, row.method, row.M, row.N, row.select)
+        if condition in rewards:
+            mean = rewards[condition]
+            verdict = "ok" if row.low <= mean <= row.high else "not as expected"
+            lines.append(f"{condition} {mean:.4f}, expected {row.low} to {row.high}: {verdict}")
     return lines or ["no range is expected for any of these results"]
-
-
-def verdict(mean: float, low: float, high: float) -> str:
-    if low <= mean <= high:
-        return "ok"
-    side, distance = ("below", low - mean) if mean < low else ("above", mean - high)
-    return f"not as expected, {short(distance, 4)} {side}"
-
-
-def short(number: float, digits: int) -> str:
-    return f"{number:.{digits}f}".lstrip("0")
