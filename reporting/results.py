@@ -81,7 +81,7 @@ class Condition:
         return f"{self.name} {self.budget}".strip()
 
     def order(self) -> tuple:
-        rank = list(METHODS).index(self.method) if self.method in METHODS else len(METHODS)
+        rank = [*METHODS, self.method].index(self.method)
         return self.env, rank, self.method, self.label, self.player, self.oracle, self.N, self.M
 
 

@@ -78,16 +78,14 @@ def interval(values: pd.Series, blocks: Mapping[Hashable, Hashable] | None = Non
 
 
 def of_rewards(estimate: Estimate, sample: np.ndarray) -> Estimate:
-    """An estimate from (n,) rewards of tasks or blocks: Wilson's interval (1927) where all are 0 or 1, else a floor.
+    """An estimate from (n,) rewards of tasks or blocks, whose interval is no narrower than few of them allow.
 
     Of n successes Wilson's interval begins at 1 - u with u = z^2 / (n + z^2): a share u of all tasks, none of which was
     seen, may be failures. So here a share u may earn 0, or 1: the interval reaches at least to the means with those.
     """
-    n, mean, sample, z = len(sample), estimate.mean, sample.round(12), stats.norm.ppf(0.975)
+    n, mean, z = len(sample), estimate.mean, stats.norm.ppf(0.975)
     u = z**2 / (n + z**2)
     low, high = min(estimate.low, (1 - u) * mean), max(estimate.high, (1 - u) * mean + u)
-    if np.isin(sample, (0, 1)).all():
-        low, high = stats.binomtest(int(sample.sum()), n).proportion_ci(method="wilson")
     return replace(estimate, low=max(0.0, float(low)), high=min(1.0, float(high)))  # t goes beyond what can be earned
 
 

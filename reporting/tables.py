@@ -10,10 +10,9 @@ from dataclasses import replace
 import pandas as pd
 
 from reporting.results import METHODS, Condition, Group, protocol, tables_of
-from reporting.stats import Estimate, paired, paired_difference
+from reporting.stats import Estimate, paired_difference
 
 BILLED = ("billed tokens", "billed", 0), ("cost", "cost", 4)
-FEW = 5  # seeds; the t interval of fewer is wider by a half and more than that of many
 RESULTS_NOTE = (
     "Mean over tasks with its 95 % interval, of several seeds over seeds and tasks. Differences are over the tasks of "
     "both rows, and undecided where the interval covers 0 or p is .05 or more. They are not corrected for their "
@@ -37,16 +36,11 @@ def number(value: float, digits: int = 0) -> str:
 # ------------------------------------------------------------------------------------------- which rows are compared
 
 
-def less_and_less(label: str) -> list[str]:
-    """A label, whose parts are a run's and a variant's, and what is left without the last part, and so on, to ""."""
-    parts = label.split(", ")
-    return list(dict.fromkeys(", ".join(parts[:n]) for n in reversed(range(len(parts) + 1))))
-
-
 def peer(condition: Condition, groups: Sequence[Group]) -> Group | None:
-    """The row of this condition or, where there is none, with less of its label: "b, rank" -> "b" -> ""."""
+    """The row of this condition, else of its run's label, the first part of "b, rank", else of none."""
     rows = {group.condition: group for group in groups}
-    labelled = (replace(condition, label=label) for label in less_and_less(condition.label))
+    run = condition.label.partition(", ")[0]
+    labelled = (replace(condition, label=label) for label in (condition.label, run, ""))
     return next((rows[wanted] for wanted in labelled if wanted in rows), None)
 
 
@@ -56,11 +50,10 @@ def greedy_of(group: Group, groups: Sequence[Group]) -> Group | None:
 
 
 def nearest(group: Group, groups: Sequence[Group]) -> Group | None:
-    """The best-of-N by QNet whose tokens are nearest to the group's, if both are known."""
+    """The best-of-N by QNet whose tokens are nearest to the group's, if there is one."""
     c, cost = group.condition, group.mean("total")
     rivals = [b for b in groups if b.condition == replace(c, method="best_of_n", M=1, N=b.condition.N, select="q")]
-    rivals = [b for b in rivals if b.mean("total") > 0 < cost]
-    return min(rivals, key=lambda b: abs(math.log(b.mean("total") / cost)), default=None)
+    return min(rivals, key=lambda rival: abs(rival.mean("total") - cost), default=None)
 
 
 def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
@@ -118,10 +111,8 @@ def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
         gain = difference(a, b)
         verdict = "undecided" if gain.covers_zero else "higher" if gain.mean > 0 else "lower"
         if gain.n:
-            ours, theirs = (tokens.mean() for tokens in paired(a.values("total"), b.values("total")))
-            row = names(a) | {"minus": str(b.condition), "difference [95 %]": f"{gain:+}", "verdict": verdict}
-            row["tokens (ratio)"] = f"{ours / theirs:.2f}" if theirs > 0 else "–"
-            rows.append(row | {"tasks": str(gain.n)})
+            row = names(a) | {"minus": str(b.condition), "difference [95 %]": f"{gain:+}"}
+            rows.append(row | {"verdict": verdict, "tasks": str(gain.n)})
     return pd.DataFrame(rows)
 
 
@@ -145,16 +136,12 @@ def headlines(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def notes(groups: Sequence[Group]) -> Iterator[str]:
-    """Lines below the table of results: a temperature that costs much, few seeds, and what a row is."""
+    """Lines below the table of results: a temperature that costs much, and what a row is."""
     for group in groups:
-        greedy = greedy_of(group, groups) if group.condition.method == "sample" else None
-        gain = difference(group, greedy) if greedy else None
-        if gain and gain.n and gain.high < -0.03:
-            cure = "A lower --temperature costs less."
-            yield f"{group.condition.env}: one sample is below the greedy agent: {gain:+}. {cure}"
-    seeds = {group.n_seeds for group in groups} - {1}
-    if seeds and min(seeds) < FEW:
-        yield f"{min(seeds)} seeds say little of other trainings, so the intervals of such rows are wide."
+        greedy = greedy_of(group, groups)
+        if group.condition.method == "sample" and greedy and (gain := difference(group, greedy)).high < -0.03:
+            text = f"one sample is below the greedy agent: {gain:+}. A lower --temperature costs less."
+            yield f"{group.condition.env}: {text}"
     yield RESULTS_NOTE
 
 
