@@ -77,8 +77,6 @@ def curve(axes: Axes, x: Sequence, estimates: Sequence[Estimate], **look: Any) -
 def log_axis(axes: Axes, label: str) -> None:
     """Costs as ratios: so one method that costs fifty times as much doesn't squeeze the others together."""
     axes.set_xlabel(label)
-    if axes.dataLim.x1 <= 0:  # results that do not tell this cost
-        return
     axes.set_xscale("log")
     left, right = axes.get_xlim()
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if right < 100 * left else (1,)))  # or numbers overlap
@@ -90,19 +88,17 @@ def log_axis(axes: Axes, label: str) -> None:
 def tokens(groups: Sequence[Group]) -> Figure | None:
     """Fig. 3: mean reward with its interval against all tokens a task; None if no row has any.
 
-    QLASS is a line over M, best-of-N one over N. What has a label is drawn only where all has one.
+    QLASS is a line over M, best-of-N one over N.
     """
     lines = defaultdict(list)
     for group in groups:
         if group.mean("total") > 0 and group.condition.method not in ("random", "expert"):
             lines[group.condition.name].append(group)
-    plain = {name: line for name, line in lines.items() if not line[0].condition.label}
-    shown = plain or lines
-    if not shown:
+    if not lines:
         return None
-    figure = Figure(figsize=(WIDTH, 3.2 + 0.17 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.2 + 0.17 * len(lines)), layout="constrained")
     axes = figure.subplots()
-    for place, (name, line) in enumerate(shown.items()):
+    for place, (name, line) in enumerate(lines.items()):
         line.sort(key=lambda group: group.mean("total"))
         condition = line[0].condition
         colour = COLOURS.get(condition.method, ORACLE if condition.oracle else OTHER)

@@ -23,25 +23,22 @@ SERIES = [*FIRST, "#cc79a7", "#009e73", "#56b4e9", INK, "#b8a000"]  # of a figur
 
 def draw(lines: pd.DataFrame, results: pd.DataFrame) -> Figure:
     """Mean reward with its interval against tokens a task, a panel a setting."""
-    places = {label: place for place, label in enumerate(lines["label"].unique())}
-    titles = lines["title"].unique()
-    size = 0.6 + 2.7 * len(titles), 3.1 + 0.17 * len(places)  # inches
-    figure = Figure(figsize=size, layout="constrained")
-    panels = dict(zip(titles, figure.subplots(1, len(titles)), strict=True))
+    labels = lines["label"].unique()
+    looks = {label: {"color": SERIES[n], "marker": MARKERS[n], "label": label} for n, label in enumerate(labels)}
+    panels = lines.groupby("title", sort=False)
+    figure = Figure(figsize=(0.6 + 2.7 * len(panels), 3.1 + 0.17 * len(labels)), layout="constrained")
     legend = {}
-    for line in lines.to_dict("records"):
-        wanted = [line[name] for name in ROWS]
-        points = results[(results[ROWS] == wanted).all(axis=1)].sort_values("tokens")
-        rewards = [Estimate(row.reward, row.low, row.high, n=0) for row in points.itertuples()]
-        axes, place = panels[line["title"]], places[line["label"]]
-        marker = MARKERS[place % len(MARKERS)]
-        curve(axes, points["tokens"], rewards, color=SERIES[place], marker=marker)
-        legend[line["label"]] = axes.containers[-1]
-    for title, axes in panels.items():
+    for axes, (title, part) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for line in part.to_dict("records"):
+            points = results[(results[ROWS] == [line[name] for name in ROWS]).all(axis=1)].sort_values("tokens")
+            rewards = [Estimate(row.reward, row.low, row.high, n=0) for row in points.itertuples()]
+            curve(axes, points["tokens"], rewards, **looks[line["label"]])
         axes.set_title(title)
         log_axis(axes, "tokens a task")
-    panels[titles[0]].set_ylabel("mean reward, 95 % interval")
-    figure.legend([legend[label] for label in places], places, loc="outside lower center", ncols=2)
+        marks, named = axes.get_legend_handles_labels()
+        legend |= zip(named, marks, strict=True)
+    figure.axes[0].set_ylabel("mean reward, 95 % interval")
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2)
     return figure
 
 
@@ -66,15 +63,8 @@ def gains(lines: pd.DataFrame, results: pd.DataFrame) -> Figure:
             agent = here[here["agent"] == line.agent.partition(", QNet")[0]]
             points.append(search.merge(agent[agent["method"] == "greedy"], on="seed"))
         units = pd.concat(points)
-        axes.scatter(
-            units["reward_y"],
-            units["reward_x"] - units["reward_y"],
-            s=18,
-            color=colour,
-            marker=marker,
-            label=label,
-        )
-
+        gain = units["reward_x"] - units["reward_y"]
+        axes.scatter(units["reward_y"], gain, s=18, color=colour, marker=marker, label=label)
     figure.legend(loc="outside lower center")
     return figure
 

@@ -43,7 +43,6 @@ METHODS = {  # in the order of the table
 PICKED = {"q": ", picked by QNet", "oracle": ", picked by true reward (oracle)"}  # the best of N episodes
 APART = 'not one row: name the runs apart: python -m reporting "first=PATH" "second=PATH"'
 ALONE = "not one table: report on each alone"
-UNTRAINED = ("oracle", "expert", "rule", "chat")  # methods that no training of ours changes
 COSTS = ("prompt", "generated", "scored")
 
 
@@ -172,7 +171,7 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     groups.sort(key=lambda group: group.condition.order())
     warnings = [] if warnings is None else warnings
     warnings += dict.fromkeys(
-        [*unfinished(table), *check_tables(groups), *check_rows(groups), *doubts(groups), *leaks(table)]
+        [*unfinished(table), *check_runs(table), *check_tables(groups), *doubts(groups), *leaks(table)]
     )
     for warning in warnings:
         warn(warning)
@@ -296,31 +295,31 @@ def check_tables(groups: Sequence[Group]) -> Iterator[str]:
             yield f"{env}: rows over {min(sizes)} tasks and over {max(sizes)}: means may differ by the tasks alone"
 
 
-def check_rows(groups: Sequence[Group]) -> Iterator[str]:
-    """UserError names two files in one row whose agents, QNets or environments differ in more than their seed. Yields
-    rows that count one training twice."""
-    for group in groups:
-        name, used = group.condition.name, models_of(group.condition)
-        check_alike({path: made_with(path, used) for path in group.episodes["file"].unique()}, name, APART)
-        models_by_seed: dict[int, tuple] = {}
-        seeds: dict[tuple, int] = {}
-        for path, seed in group.episodes[["file", "seed"]].drop_duplicates().itertuples(index=False):
-            models = tuple(meta_of(path)["recipe"].get(model) for model in used)
-            if models_by_seed.setdefault(seed, models) != models:
-                raise UserError(f"{path}: {name} of one seed with different {' or '.join(used)}, {APART}")
-            if any(models) and seeds.setdefault(models, seed) != seed:
-                yield f"{name}: one model under two --seed, so not two trainings"
+def check_runs(table: pd.DataFrame) -> Iterator[str]:
+    """UserError names two files of one label whose agents, QNets or environments differ in more than their seed. Yields
+    agents that count as two trainings."""
+    for (env, label), rows in table.groupby(["env", "label"]):
+        name = f"{env} [{label}]".removesuffix(" []")
+        check_alike({path: made_with(path) for path in rows["file"].unique()}, name, APART)
+        seeds: dict[str, int] = {}  # by the content of the agent
+        for seed, episodes in rows.groupby("seed"):
+            recipes = {path: meta_of(path)["recipe"] for path in episodes["file"].unique()}
+            models = {path: {n: recipe[n] for n in ("sft", "qnet") if n in recipe} for path, recipe in recipes.items()}
+            check_alike(models, f"{name}, seed {seed},", APART)
+            for agent in {recipe["sft"] for recipe in models.values() if "sft" in recipe}:
+                if seeds.setdefault(agent, seed) != seed:
+                    yield f"{name}: one agent under two --seed, so not two trainings"
 
 
-def made_with(output: Path, inputs: Iterable[str], stage: str = "") -> dict[str, Any]:
-    """{"sft epochs": 12}: the settings, but for the seed, of an output, of these inputs, and of all behind them."""
+def made_with(output: Path, stage: str = "") -> dict[str, Any]:
+    """{"sft epochs": 12}: the settings, but for the seed, of an output and of all behind it."""
     meta = meta_of(output)
     recipe = meta["recipe"] | {"trees": meta.get("trees")}  # how many: a tree file may grow
     others = {"seed", "label", *meta["inputs"]}
     settings = {f"{stage} {name}".strip(): value for name, value in recipe.items() if name not in others}
-    for name in inputs:
+    for name in meta["inputs"]:
         if path := input_of(output, name):
-            settings |= made_with(path, meta_of(path)["inputs"], name)
+            settings |= made_with(path, name)
     return settings
 
 
@@ -333,11 +332,3 @@ def check_alike(fields: dict[Path, dict[str, Any]], subject: str, mistake: str) 
             if value != before:
                 places = f"{earlier} and {path}"
                 raise UserError(f"{places}: {subject} with different {name} ({before}, {value}), {mistake}")
-
-
-def models_of(condition: Condition) -> tuple[str, ...]:
-    """Whose results they are: of nobody's training (environment's players, chat model), of the agent, of QNet too."""
-    if condition.method in UNTRAINED:
-        return ()
-    scored = condition.method in ("qlass", "oracle_lookahead") or condition.select == "q"
-    return ("sft", "qnet") if scored else ("sft",)

@@ -167,7 +167,7 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_but_not_one_model_as
     assert {len(group.episodes) for group in parts_of(*folders).values()} == {6}
     assert capsys.readouterr().err == ""
     parts_of(folders[0], run_folder(tmp_path / "again", 7, "a0", "other"))
-    assert capsys.readouterr().err == "warning: SFT greedy: one model under two --seed, so not two trainings\n"
+    assert capsys.readouterr().err == "warning: lake: one agent under two --seed, so not two trainings\n"
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_but_not_one_model_as
         (
             "",
             {"sft": "z", "tasks": "z"},
-            "/two/results.*: SFT greedy of one seed with different sft",
+            "/one/results.* and .*/two/results.*: lake, seed 0, with different sft",
         ),
-        ("", {"seed": 1, "sft": "z", "qnet": "z", "trees": 9}, "QLASS with different qnet trees .4, 9"),
+        ("", {"seed": 1, "sft": "z", "qnet": "z", "trees": 9}, "lake with different qnet trees .4, 9"),
         ("other=", {"protocol": {"version": "1"}}, "lake with different version .0, 1., not one table"),
         ("other=", {"tasks": "yz"}, "lake: rule and rule .other. with different tasks, not one table"),
     ],
