@@ -55,10 +55,10 @@ class FakeEnv(envs.TextEnv):
     tree_depth, max_steps, side_by_side = 2, 5, 64
     task = "find the purse"
 
-    def __init__(self, world: dict = WORLD, tasks: int = 6, **options: Any) -> None:
+    def __init__(self, world: dict = WORLD, **options: Any) -> None:
         super().__init__()
         vars(self).update(options)
-        self.world, self.tasks, self.played = world, tasks, []  # `played`: every step, shared by all forks
+        self.world, self.played = world, []  # `played`: every step, shared by all forks
         self.path: tuple[str, ...] = ()
 
     @property
@@ -69,7 +69,7 @@ class FakeEnv(envs.TextEnv):
         return self.split_ids(split)
 
     def split_ids(self, split: str) -> list[str]:
-        return {split: [f"{split}{i}" for i in range(self.tasks)] for split in ("train", "val", "test")}[split]
+        return {split: [f"{split}{i}" for i in range(6)] for split in ("train", "val", "test")}[split]
 
     def begin(self, task_id: str) -> str:
         self.path = ()
@@ -327,22 +327,22 @@ def settings_of(stage: Any, *argv: str) -> Any:
 # --------------------------------------------------------------------------------- an OpenAI-compatible server
 
 
+def reply(choice: dict, *more: dict, read: int, written: int) -> dict:
+    """A reply of one choice or several, and the tokens that it counts."""
+    usage = {"prompt_tokens": read, "completion_tokens": written}
+    return {"model": "first", "usage": usage, "choices": [choice, *more]}
+
+
 def completion(text: str, end: str | None = "stop", read: int = 0, written: int = 3, **more: Any) -> dict:
-    """A reply to completions. read, written: the tokens that it counts. more: of the choice, as prompt_logprobs."""
-    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    choice = {"index": 0, "text": text, "finish_reason": end} | more
-    return {"object": "text_completion", "model": "first", "usage": usage, "choices": [choice]}
+    """A reply to completions. more: of the choice, as prompt_logprobs."""
+    return reply({"text": text, "finish_reason": end} | more, read=read, written=written)
 
 
 def chat_completion(*contents: str | None, read: int = 0, end: str = "stop") -> dict:
-    """A reply to chat completions of one answer or several, whose tokens are words."""
+    """A reply to chat completions, whose tokens are words."""
     written = sum(len((content or "").split()) for content in contents)
-    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    choices = []
-    for index, content in enumerate(contents):
-        message = {"role": "assistant", "content": content}
-        choices.append({"index": index, "message": message, "finish_reason": end})
-    return {"object": "chat.completion", "model": "first", "usage": usage, "choices": choices}
+    choices = [{"message": {"role": "assistant", "content": content}, "finish_reason": end} for content in contents]
+    return reply(*choices, read=read, written=written)
 
 
 class FakeServer:
@@ -380,7 +380,7 @@ class FakeServer:
         turn = self.script.pop(0) if self.script else self.well
         turn = turn(body) if callable(turn) else turn
         if isinstance(turn, int):
-            return turn, {"detail": "not now"}
+            return turn, {"error": {"message": "not now"}}
         return 200, turn
 
     def well(self, body: dict) -> dict:
@@ -412,8 +412,7 @@ class FakeServer:
         for index, ids in enumerate(body["input"]):
             value = float(self.qnet(input_ids=torch.tensor([ids]))[0, -1])
             entries.append({"object": "embedding", "index": index, "embedding": [value]})
-        read = sum(map(len, body["input"]))
-        usage = {"prompt_tokens": read, "total_tokens": read}
+        usage = {"prompt_tokens": sum(map(len, body["input"]))}
         return {"object": "list", "data": entries[::-1], "model": body["model"], "usage": usage}
 
 
@@ -422,12 +421,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.reply(*self.fake.answer(json.loads(body)))
-
-    def reply(self, status: int, body: dict) -> None:
+        status, answer = self.fake.answer(json.loads(body))
         if not status:
             return self.connection.shutdown(socket.SHUT_RDWR)
-        data = json.dumps(body).encode()
+        data = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
