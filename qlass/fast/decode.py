@@ -104,17 +104,23 @@ class FastPolicy(Policy):
 
         Where the trie of their texts has one way to go, that way has probability 1: only tokens
         above a branching are computed."""
-        questions = [cache.question_of(self.chat, r.state, r.valid) for r in requests]
-        tries = [Trie(question.tails) for question in questions]
-        answers = [np.zeros(len(r.valid)) for r in requests]  # of a single valid action, this is it
-        unsure = [i for i, trie in enumerate(tries) if trie.branches]
-        to_read = [Question(questions[i].messages, tries[i].tails) for i in unsure]
-        for number, logits, paths in self.cache.read(to_read):
-            i = unsure[number]
-            places = [paths[action][t] for action, t, _ in tries[i].branches]
-            tokens = [token for _, _, token in tries[i].branches]
+        # Those of a request with a single action stay 0.
+        answers = [np.zeros(len(request.valid)) for request in requests]
+        questions: list[Question] = []
+        tries: list[tuple[int, Trie]] = []  # of each question, with the number of its request
+        for i, request in enumerate(requests):
+            messages, texts = cache.question_of(self.chat, request.state, request.valid)
+            trie = Trie(texts)
+            if trie.branches:
+                questions.append(Question(messages, trie.tails))
+                tries.append((i, trie))
+
+        for number, logits, paths in self.cache.read(questions):
+            i, trie = tries[number]
+            places = [paths[action][t] for action, t, _ in trie.branches]
+            tokens = [token for _, _, token in trie.branches]
             scores = logits[places, tokens].cpu().numpy()
-            answers[i] = tries[i].logprobs(scores / (requests[i].temperature or 1.0))
+            answers[i] = trie.logprobs(scores / (requests[i].temperature or 1.0))
         return [self.finite(logprobs) for logprobs in answers]
 
     @torch.inference_mode()
