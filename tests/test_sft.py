@@ -280,15 +280,15 @@ def test_what_demonstrations_earn_here_is_compared_with_what_is_recorded(capsys)
 
 
 def test_the_last_word_of_an_action_predicts_its_answer():
-    whole = clone_answers.example_of(CHAT, STATE, 100, [7], 0.5)
-    own = [(i - 1, whole.ids[i], 1.0) for i in ITS_OWN]
-    answered = [(13, whole.ids[i], 0.5) for i in range(14, 19)] + [(21, 7, 0.5)]
+    whole = clone_answers.example_of(CHAT, STATE, 100, [7])
+    own = [(i - 1, whole.ids[i]) for i in ITS_OWN]
+    answered = [(13, whole.ids[i]) for i in range(14, 19)] + [(21, 7)]
     assert whole.ids == [*sft.example_of(CHAT, STATE, 100).ids, 7]
-    assert sorted(whole.predictions) == sorted([*own, *answered]) and whole.targets == 10 + 6 * 0.5
+    assert sorted(whole.predictions) == sorted([*own, *answered]) and whole.targets == 10 + 6
 
 
 def test_the_loss_with_answers_by_hand():
-    rows = [(0, 1, 0.5), (1, 0, 2.0)], [(2, 1, 1.0)]  # each row has its own targets
+    rows = [(0, 1), (1, 0)], [(2, 1)]  # each row has its own targets
     examples = [clone_answers.Example([0, 1, 0, 1], predictions) for predictions in rows]
-    by_hand = math.log(2) / 2 - 2 * math.log(3 / 4) + math.log(1 + math.exp(-5))
+    by_hand = math.log(2) - math.log(3 / 4) + math.log(1 + math.exp(-5))
     assert clone_answers.loss_of(ByHand(), examples).item() == pytest.approx(by_hand)
