@@ -35,7 +35,6 @@ LLAMA_2_7B = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11
               "num_attention_heads": 32, "max_position_embeddings": 4096}  # fmt: skip
 SMALL = {"vocab_size": 5_000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "max_position_embeddings": 4096}  # fmt: skip
-PEAK = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "L40S": 362, "4090": 165}  # data sheets: bf16 TFLOP/s
 MICRO = 8192 if GPU else 1024  # tokens of a training step
 
 
@@ -62,23 +61,11 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def bandwidth(gigabytes: float) -> float:
-    """Bytes a second that a copy reads and writes."""
-    x = torch.empty(int(gigabytes * 1e9) // 4, device="cuda" if GPU else "cpu")
-    y = x.clone()
-    return 2 * x.nbytes / min(seconds(lambda: y.copy_(x)) for _ in range(5))
-
-
 def decoding(run: Path) -> Iterator[str]:
-    """Tokens a second, against one reading of all weights (and of the keys and values) for each token of the batch."""
+    """Tokens that the agent writes a second."""
     policy = load_policy(run / "base", Sampling())
-    rate = bandwidth(8 if GPU else 0.1)
-    yield f"| memory bandwidth of a copy | {rate / 1e9:,.0f} GB/s | | |"
     env = envs.make("webshop")
     state = start(env, env.task_ids("train")[0])
-    config = policy.model.config
-    weights = sum(p.nbytes for p in policy.model.parameters())
-    a_token = 2 * config.num_hidden_layers * config.hidden_size * policy.model.dtype.itemsize  # keys and values
     for n in (1, 16, 64):
 
         def write(tokens: int, n: int = n) -> float:
@@ -86,10 +73,7 @@ def decoding(run: Path) -> Iterator[str]:
             return seconds(lambda: policy.sample([Sample(state, n, ("gpu check",), temperature=1.0)]))
 
         write(4)  # the prompt is read, memory is there
-        spent = write(68) - write(4)
-        reads = weights + n * a_token * (len(policy.chat.prompt(state)) + 34)
-        speed, limit = 64 * n / spent, n * rate / reads
-        yield f"| decoding, {n} at once | {speed:,.0f} tokens/s | {limit:,.0f} by bandwidth | {speed / limit:.0%} |"
+        yield f"| {n} | {64 * n / (write(68) - write(4)):,.0f} |"
 
 
 OPTIONS: dict[str, dict[str, Any]] = {  # settings of train_qnet.py, beside --gradient-checkpointing
@@ -97,13 +81,12 @@ OPTIONS: dict[str, dict[str, Any]] = {  # settings of train_qnet.py, beside --gr
     "all weights, 8-bit AdamW": {"optim": "adamw8bit"},
     "LoRA 16": {"lora": 16},
     "LoRA 16, all activations kept": {"lora": 16, "gradient_checkpointing": False},
-    "LoRA 16, 8 bits": {"lora": 16, "load_in": "8bit"},
     "LoRA 16, 4 bits": {"lora": 16, "load_in": "4bit"},
 }
 
 
 def training(run: Path, config: train_qnet.Config) -> str:
-    """Peak memory, tokens a second and model FLOP utilisation of packed QNet training, as cells of a row."""
+    """Peak memory and tokens a second of packed QNet training, as cells of a row."""
     qnet = train_qnet.load(run / "base", config).train()
     models.prepare_training(qnet.backbone, config)
     optimizer = models.adamw([(qnet, config.lr)], config.optim)
@@ -123,29 +106,23 @@ def training(run: Path, config: train_qnet.Config) -> str:
     update()  # makes the moments
     spent = min(seconds(update) for _ in range(2))
     peak = f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if GPU else ""
-    tokens = len(packs) * largest.tokens
-    n = sum(p.numel() for p in qnet.backbone.parameters())  # in 4 bits two a byte: none of them is counted then
-    flops = (4 if config.lora else 6) * n * tokens / spent  # forward, backward to inputs, to weights; not done again
-    card = torch.cuda.get_device_name() if GPU else ""
-    most = next((tera for name, tera in PEAK.items() if name in card), None)
-    used = f"{flops / most / 1e12:.0%}" if most and not config.load_in else ""
-    return f"{peak} | {tokens / spent:,.0f} | {used}"
+    return f"{peak} | {len(packs) * largest.tokens / spent:,.0f}"
 
 
 def figures(run: Path) -> Iterator[str]:
     card = torch.cuda.get_device_name() if GPU else "no GPU: **a small model on a CPU, the figures mean nothing**"
     yield f"# {card}; torch {torch.__version__}, transformers {transformers.__version__}\n"
-    yield "| decoding | measured | limit | share |\n|---|---|---|---|"
+    yield "| candidates at once | tokens/s |\n|---|---|"
     yield from decoding(run)
     yield f"\nQNet's training in steps of {MICRO:,} packed tokens, gradient checkpointing unless said otherwise.\n"
-    yield "| option | peak memory | tokens/s | FLOP utilisation |\n|---|---|---|---|"
+    yield "| option | peak memory | tokens/s |\n|---|---|---|"
     for name, option in OPTIONS.items():
         gc.collect()
         torch.cuda.empty_cache()
         try:
             cells = training(run, train_qnet.Config(**{"gradient_checkpointing": True} | option))
         except (UserError, torch.cuda.OutOfMemoryError) as error:
-            cells = f"{str(error).split('. ')[0]} | | "
+            cells = f"{str(error).split('. ')[0]} | "
         yield f"| {name} | {cells} |"
 
 
