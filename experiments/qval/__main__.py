@@ -28,12 +28,12 @@ from experiments import drive_in_order
 from experiments.qval import metrics, report, search
 from experiments.qval.points import EXACT, Point, distinct, labelled, trajectory
 from experiments.qval.scorers import Call, Context, Judge, answer, entries, scored
-from qlass import UserError, files, outputs
+from qlass import files, outputs
 from qlass.agent import set_first_messages
 from qlass.batching import LogProb, Models, Sample, drive
 from qlass.chat import FLAGS, Rendering
 from qlass.files import Inputs
-from qlass.settings import Number, not_in_recipe, read_settings, run_stage
+from qlass.settings import not_in_recipe, read_settings, run_stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,9 @@ class Config(Judge):
     points: PositiveInt = 200  # states
     split: str = "test"  # tasks that they are from
     trajectories: PositiveInt = 1  # of a task
-    actor: Literal["agent", "random"] = "agent"  # behaviour policy
-    epsilon: Number = 0.25  # its share of uniform valid actions
-    candidates: PositiveInt = 4  # actions of a state
     references: tuple[Literal["exact", "policy"], ...] = ()  # whose values are labels (exact, where it is known)
     K: Annotated[PositiveInt, arg(aliases=["-K"])] = 32  # rollouts of the reference policy
-    gamma: Number = 0.95  # discount of the labels, as QVAL has it
-    scorers: tuple[str, ...] = ()  # all whose inputs are there
-    against: str = "random"  # the scorer that others are compared with
+    scorers: tuple[str, ...] = ()  # beside `random` (all whose inputs are there)
     results: Path | None = not_in_recipe(None)  # of `search`: rewards to predict
     sft: Path | None = not_in_recipe(None)  # the agent (RUN/sft, made if missing)
     out: Path | None = not_in_recipe(None)  # RUN/qval
@@ -74,11 +69,10 @@ class Study:
     def points(self) -> list[Point]:
         """points.jsonl: the states that the behaviour policy visits."""
         config, path = self.config, self.folder / "points.jsonl"
-        settings = self.settings("points", "split", "trajectories", "actor", "epsilon", "candidates")
-        outputs.begin(path, config, settings, {"sft": config.sft if config.actor == "agent" else None})
+        outputs.begin(path, config, self.settings("points", "split", "trajectories"), {"sft": config.sft})
         if not path.exists():
             walks = itertools.product(range(config.trajectories), self.env.task_ids(config.split))
-            players = (trajectory(self.env.fork(), task, n, config, self.rendering) for n, task in walks)
+            players = (trajectory(self.env.fork(), task, n, config.seed, self.rendering) for n, task in walks)
             points = distinct(drive_in_order(players, self.models, self.env.side_by_side))
             files.write_jsonl(path, map(vars, itertools.islice(points, config.points)))
         return [Point(**record) for record in files.read_jsonl(path)]
@@ -110,17 +104,11 @@ def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     references = config.references or ("exact" if config.env in EXACT else "policy",)
     env = envs.from_config(config)
-    if config.actor == "agent" or "policy" in references:
-        config = dataclasses.replace(config, sft=outputs.find_or_make(config.sft, "sft", "sft", config))
+    config = dataclasses.replace(config, sft=outputs.find_or_make(config.sft, "sft", "sft", config))
     context = Context(config)
-    scorers = entries(context, config.scorers)
-    if config.against not in scorers:
-        raise UserError(f"--against {config.against}: choose among {', '.join(scorers)}")
-    models: Models = {Call: answer}
-    rendering = Rendering()
-    if "sft" in context.inputs:
-        models |= {Sample: context.agent.sample, LogProb: context.agent.likelihoods}
-        rendering = context.agent.chat.rendering
+    scorers = entries(context, config.scorers and ("random", *config.scorers))
+    models: Models = {Call: answer, Sample: context.agent.sample, LogProb: context.agent.likelihoods}
+    rendering = context.agent.chat.rendering
     set_first_messages(env, rendering, config)
     study = Study(config, config.out or config.run / "qval", env, models, rendering)
 
@@ -128,16 +116,14 @@ def main(argv: list[str] | None = None) -> None:
     index = metrics.index(points)
     returns = {}
     for name in references:
-        flags, inputs = ["gamma"], {}
-        if name == "policy":
-            flags, inputs = ["gamma", "K"], {"sft": config.sft}
-        make = partial(labelled, reference=name, config=config, rendering=rendering)
+        flags, inputs = (["K"], {"sft": config.sft}) if name == "policy" else ([], {})
+        make = partial(labelled, reference=name, K=config.K, rendering=rendering)
         records = study.lines(f"labels-{name}", points, make, flags, inputs)
         returns[name] = pd.DataFrame([row for record in records for row in record["returns"]], index)
     scores, about = pd.DataFrame(index=index), {}
     for name, entry in scorers.items():
         inputs = {need: path for need, path in context.inputs.items() if need in entry.needs}
-        flags = ["gamma", "judge"] if "judge" in entry.needs else ["gamma"]
+        flags = ["judge"] if "judge" in entry.needs else []
         make = partial(scored, entry=entry, context=context)
         records = study.lines(f"scores-{name}", points, make, flags, inputs)
         scores[name] = metrics.series([record["values"] for record in records], index)
@@ -145,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
         about[name] = {"family": entry.family, "unread": f"{unread:,} of {answers:,}" if unread else "–"}
     rewards = report.rewards_of(config.results, env.name) if config.results else None
     table = pd.DataFrame.from_dict(about, orient="index")
-    text, rows = report.report(scores, table, returns, config.against, rewards)
+    text, rows = report.report(scores, table, returns, rewards)
     (study.folder / "report.md").write_text(text, encoding="utf-8")
     rows.to_csv(study.folder / "alignment.csv")
     print(text)

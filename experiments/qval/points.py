@@ -9,7 +9,7 @@ Labels are Q(s, a) of a reference policy:
              the shortest plan of a player who knows where everything is
     policy   K rollouts of the agent: "max" is QVAL's MVMC, "mean" the plain Monte-Carlo value
 
-If the episode ends with reward r after n steps, with the action's own, the action is worth gamma^(n - 1) r.
+If the episode ends with reward r after n steps, with the action's own, the action is worth GAMMA^(n - 1) r.
 """
 
 import dataclasses
@@ -30,6 +30,9 @@ from qlass.messages import State, react, replay, start, step
 from qlass.noise import uniforms
 
 DRAWS = 4  # of the agent in each state: what it does, and what else it might have done
+EPSILON = 0.25  # the share of uniform valid actions in what it does
+CANDIDATES = 4  # actions of a state, at most
+GAMMA = 0.95  # discount of the labels, as QVAL has it
 FIRST, LAST, MOST = 1, 2, 3  # turns dropped at the two ends of a trajectory, and the most that are kept of one
 EXACT = ("frozenlake", "webshop", "alfworld")  # where `exact` labels can be had (TextEnv.optimal_value)
 
@@ -63,11 +66,10 @@ def digest(observation: str) -> str:
     return hashlib.sha256(observation.encode()).hexdigest()[:16]
 
 
-async def trajectory(env: envs.TextEnv, task_id: str, n: int, config: Any, rendering: Rendering) -> list[Point]:
-    """The n-th episode of the behaviour policy: the actor, or with probability epsilon a uniform valid action.
+async def trajectory(env: envs.TextEnv, task_id: str, n: int, seed: int, rendering: Rendering) -> list[Point]:
+    """The n-th episode of the behaviour policy: the agent, or with probability EPSILON a uniform valid action.
 
-    The candidates of a state are the action taken, the agent's other draws, then uniform valid actions until there are
-    as many as asked for.
+    The candidates of a state are the action taken, the agent's other draws, then uniform valid actions.
     """
     state, done = start(env, task_id), False
     points: list[Point] = []
@@ -75,14 +77,12 @@ async def trajectory(env: envs.TextEnv, task_id: str, n: int, config: Any, rende
     while not done:
         key = (task_id, "qval", n, len(prefix))
         valid = [react(*candidate) for candidate in env.candidates()]
-        uniform = sorted(valid, key=lambda action: uniforms(1, config.seed, *key, action)[0])
-        drawn = uniform
-        if config.actor == "agent":
-            drawn = [candidate.text for candidate in await ask(env, state, DRAWS, key, rendering)]
-        stray, *order = uniforms(1 + config.candidates, config.seed, *key)
-        preferred = [*uniform, *drawn] if stray < config.epsilon else drawn
+        uniform = sorted(valid, key=lambda action: uniforms(1, seed, *key, action)[0])
+        drawn = [candidate.text for candidate in await ask(env, state, DRAWS, key, rendering)]
+        stray, *order = uniforms(1 + CANDIDATES, seed, *key)
+        preferred = [*uniform, *drawn] if stray < EPSILON else drawn
         taken = preferred[0]
-        candidates = distinct_actions(env, [taken, *drawn, *uniform])[: config.candidates]  # of equals the first
+        candidates = distinct_actions(env, [taken, *drawn, *uniform])[:CANDIDATES]  # of equals the first
         shuffled = [action for _, action in sorted(zip(order, candidates, strict=False))]
         seen, block = state.observation, env.block(task_id)
         points.append(Point(task_id, prefix, shuffled, shuffled.index(taken), seen, digest(seen), block))
@@ -90,7 +90,7 @@ async def trajectory(env: envs.TextEnv, task_id: str, n: int, config: Any, rende
         prefix = [*prefix, taken]
     env.close()
     inner = points[FIRST : len(points) - LAST]
-    order = np.argsort(uniforms(len(inner), config.seed, task_id, "keep", n))
+    order = np.argsort(uniforms(len(inner), seed, task_id, "keep", n))
     return [inner[i] for i in sorted(order[:MOST])]
 
 
@@ -103,25 +103,23 @@ def distinct(trajectories: Iterable[list[Point]]) -> Iterator[Point]:
             yield point
 
 
-async def labelled(
-    env: envs.TextEnv, point: Point, reference: str, config: Any, rendering: Rendering
-) -> dict[str, Any]:
+async def labelled(env: envs.TextEnv, point: Point, reference: str, K: int, rendering: Rendering) -> dict[str, Any]:
     """The returns of each of a point's candidates, (candidates, K); the exact value is one."""
     rows = []
     for i, action in enumerate(point.candidates):
         if reference == "exact":
-            rows.append([exact(env, point.restore(env), action, config.gamma)])
+            rows.append([exact(env, point.restore(env), action)])
         else:
-            rows.append([await rollout(env, point, i, k, config.gamma, rendering) for k in range(config.K)])
+            rows.append([await rollout(env, point, i, k, rendering) for k in range(K)])
     return {"returns": rows}
 
 
-def exact(env: envs.TextEnv, state: State, action: str, gamma: float) -> float:
+def exact(env: envs.TextEnv, state: State, action: str) -> float:
     """Q*(s, a) where `env` stands, which is left as it was."""
-    return ahead(env, state, action, None, gamma)
+    return ahead(env, state, action, None, GAMMA)
 
 
-async def rollout(env: envs.TextEnv, point: Point, i: int, k: int, gamma: float, rendering: Rendering) -> float:
+async def rollout(env: envs.TextEnv, point: Point, i: int, k: int, rendering: Rendering) -> float:
     """The discounted reward of the agent after a point's i-th candidate, with the k-th random numbers."""
     state = point.restore(env)
     key = (point.task_id, "label", point.hash, i, k)
@@ -134,4 +132,4 @@ async def rollout(env: envs.TextEnv, point: Point, i: int, k: int, gamma: float,
         (candidate,) = await ask(env, state, 1, (*key, steps), rendering)
         state, reward, done = step(env, state, candidate.text)
         steps += 1
-    return round(gamma ** (steps - 1) * reward, 6)
+    return round(GAMMA ** (steps - 1) * reward, 6)

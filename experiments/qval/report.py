@@ -13,13 +13,12 @@ from reporting.stats import bootstrap
 
 NOTE = (
     "rho: Spearman per state, mean of the tasks' means; low, high: its 95 % interval over tasks (those of one product "
-    "or lake count as one). tied: states whose labels are all equal; no rho there. minus {against}: the difference in "
-    "rho on the states that both have; of many scores, one in twenty differs by chance. failures last: rho with "
-    "candidates without a score ranked last. top-1, gain: of the highest score, ties in expectation; gain is the share "
-    "of what the best action is worth beyond a random one. global: Spearman over all (s, a); actor: over the actions "
-    "taken, QVAL's published figure. unread: answers of a judge that could not be read."
+    "or lake count as one). tied: states whose labels are all equal; no rho there. minus random: the difference in rho "
+    "on the states that both have; of many scores, one in twenty differs by chance. top-1: how often the highest score "
+    "has the best label, ties in expectation. actor: Spearman over the actions taken, QVAL's published figure. unread: "
+    "answers of a judge that could not be read."
 )
-PREDICT = ["rho", "failures last", "top-1", "gain", "global", "actor"]  # figures that may predict the reward
+PREDICT = ["rho", "top-1", "actor"]  # figures that may predict the reward
 
 
 def labels_of(returns: dict[str, pd.DataFrame]) -> dict[str, pd.Series]:
@@ -33,19 +32,19 @@ def labels_of(returns: dict[str, pd.DataFrame]) -> dict[str, pd.Series]:
     return {name: values.round(9) for name, values in labels.items()}
 
 
-def alignments(scores: pd.DataFrame, labels: pd.Series, about: pd.DataFrame, against: str) -> pd.DataFrame:
-    """A row a score, best first within a family; with the difference to `against`. scores: a column a score.
+def alignments(scores: pd.DataFrame, labels: pd.Series, about: pd.DataFrame) -> pd.DataFrame:
+    """A row a score, best first within a family; with the difference to `random`. scores: a column a score.
 
     about: family and unread answers of each score.
     """
     figures = {name: metrics.alignment(scores[name], labels) for name in scores}
     rows = about[["family"]].join(pd.DataFrame.from_dict(figures, orient="index"))
     beyond = pd.Series("–", rows.index)
-    for name in rows.index.drop(against):
-        blocks = metrics.difference(scores[name], scores[against], labels)
+    for name in rows.index.drop("random"):
+        blocks = metrics.difference(scores[name], scores["random"], labels)
         if len(blocks):
             beyond[name] = f"{bootstrap(blocks):+}"
-    rows.insert(4, f"minus {against}", beyond)
+    rows.insert(4, "minus random", beyond)
     return rows.join(about["unread"]).sort_values(["family", "rho"], ascending=[True, False], kind="stable")
 
 
@@ -79,24 +78,19 @@ def downstream(played: pd.DataFrame) -> str:
 
 
 def report(
-    scores: pd.DataFrame, about: pd.DataFrame, returns: dict[str, pd.DataFrame], against: str, rewards: pd.Series | None
+    scores: pd.DataFrame, about: pd.DataFrame, returns: dict[str, pd.DataFrame], rewards: pd.Series | None
 ) -> tuple[str, pd.DataFrame]:
     """The tables as Markdown, and all of their rows. A row of scores and returns is a candidate (metrics.index)."""
-    parts, tables = [NOTE.format(against=against)], {}
+    parts, tables = [NOTE], {}
     for name, labels in labels_of(returns).items():
-        reference, _, kind = name.partition(" ")
-        ceiling = {"": 1.0, "max": math.nan, "mean": metrics.label_ceiling(returns[reference])}[kind]
-        rows = tables[name] = alignments(scores, labels, about, against)
+        rows = tables[name] = alignments(scores, labels, about)
         differ = metrics.differ(labels)
         parts.append(
-            f"### Labels: {name}\n\n{len(differ)} states, {(~differ).sum()} tied. Ceilings of rho: {cell(ceiling)} for "
-            f"the labels' noise, {cell(metrics.permutation_ceiling(labels))} for a ranking without ties.\n\n"
+            f"### Labels: {name}\n\n{len(differ)} states, {(~differ).sum()} tied.\n\n"
             f"{markdown(rows.rename_axis('scorer'))}"
         )
     if rewards is not None:
-        # A score of the state alone chooses at random.
-        differ = scores.fillna(-math.inf).apply(metrics.differ).any()
         rows = next(iter(tables.values()))
-        played = rows[differ[rows.index] & rows["rho"].notna()].join(rewards.rename("reward"), how="inner")
+        played = rows[rows["rho"].notna()].join(rewards.rename("reward"), how="inner")
         parts.append(f"### Alignment and the reward of search\n\n{downstream(played)}")
     return "\n\n".join(parts) + "\n", pd.concat(tables, names=["labels", "scorer"])

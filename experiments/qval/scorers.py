@@ -21,7 +21,7 @@ import numpy as np
 import bellman
 import envs
 from experiments.chat_policy import ChatPolicy
-from experiments.qval.points import EXACT, Point, exact
+from experiments.qval.points import EXACT, GAMMA, Point, exact
 from experiments.targets import TARGETS
 from qlass import UserError
 from qlass.agent import load_agent, load_policy
@@ -176,11 +176,11 @@ def place(state: State, action: str, first: int) -> tuple[str, ...]:
 
 
 @cache
-def labels_of(trees: Path, target: str, gamma: float, first: int) -> dict[tuple[str, ...], float]:
+def labels_of(trees: Path, target: str, first: int) -> dict[tuple[str, ...], float]:
     """The mean label of each state and action of the trees."""
     labels = defaultdict(list)
     for tree in read_trees(trees):
-        for pair in pairs_of(bellman.label(tree, TARGETS[target](tree, gamma))):
+        for pair in pairs_of(bellman.label(tree, TARGETS[target](tree, GAMMA))):
             labels[place(pair.state, pair.action, first)].append(pair.q)
     return {pair: fmean(q) for pair, q in labels.items()}
 
@@ -188,7 +188,7 @@ def labels_of(trees: Path, target: str, gamma: float, first: int) -> dict[tuple[
 def in_trees(context: Context, decision: Decision, action: str, target: str) -> float | None:
     """The label of this state and action in the training trees, averaged over where they occur; None: nowhere."""
     first = -1 if decision.env.markov else decision.state.opening  # the last observation alone, or all of them
-    labels = labels_of(context.inputs["trees"], target, context.config.gamma, first)
+    labels = labels_of(context.inputs["trees"], target, first)
     return labels.get(place(decision.state, action, first))
 
 
@@ -235,7 +235,7 @@ async def self_distillation(context: Context, decision: Decision, truth: bool = 
         after, _ = decision.after(action)
         text = f"{content}\nYour action will lead to: {after.observation}"
         if truth:
-            value = exact(decision.env, decision.state, action, context.config.gamma)
+            value = exact(decision.env, decision.state, action)
             text += f"\nThe best player then gets {value:.2f}."
         (hinted,) = await LogProb(dataclasses.replace(decision.state, messages=(*earlier, (role, text))), (action,))
         ratios.append(hinted - before)
@@ -258,10 +258,8 @@ class Entry(NamedTuple):
 
 SCORERS = {
     "random": Entry("control", each(lambda c, d, a: uniforms(1, c.config.seed, *d.key, parse_action(a))[0])),
-    "step_index": Entry("control", each(lambda c, d, a: float(d.env.steps))),
     "untried": Entry("control", each(untried)),
-    "state_value": Entry("control", each(lambda c, d, a: d.env.optimal_value(c.config.gamma)), ("truth",)),
-    "oracle": Entry("control", each(lambda c, d, a: exact(d.env, d.state, a, c.config.gamma)), ("truth",)),
+    "oracle": Entry("control", each(lambda c, d, a: exact(d.env, d.state, a)), ("truth",)),
     "code": Entry("code", each(rule)),
     "tree_bellman": Entry("tree", each(partial(in_trees, target="q")), ("trees",)),
     "tree_average": Entry("tree", each(partial(in_trees, target="avg")), ("trees",)),

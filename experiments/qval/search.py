@@ -18,17 +18,15 @@ from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.messages import State
 from qlass.noise import uniforms
-from qlass.settings import Number, not_in_recipe, read_settings
+from qlass.settings import not_in_recipe, read_settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config, Judge):
     scorer: tuple[str, ...] = not_in_recipe(())  # scores (all whose inputs are there)
-    gamma: Number = 0.95  # discount of the scores that look ahead
 
 
-KNOWING = {"oracle", "state_value", "sdpo_gt"}  # true values: experiments.compare --method oracle_step is their search
-BLIND = {"step_index"}  # of the state alone: it chooses at random, as `random` does
+KNOWING = {"oracle", "sdpo_gt"}  # true values: experiments.compare --method oracle_step is their search
 PEEKING = {"value_gain", "self_distillation", *JUDGED}  # they step each candidate
 
 
@@ -59,7 +57,7 @@ def planned(config: Config, context: Context) -> list[Steered]:
     if knowing := KNOWING.intersection(config.scorer):
         raise UserError(f"--scorer {knowing.pop()}: it knows the true values; experiments.compare has oracle_step")
     plan: list[Steered] = []
-    for name, entry in entries(context, config.scorer, KNOWING | BLIND).items():
+    for name, entry in entries(context, config.scorer, KNOWING).items():
         own = {"player": name, "looks": name in PEEKING, "entry": entry, "context": context}
         for m, n in product(config.M, config.N or (1,)):
             select = config.select if n > 1 else None
