@@ -196,9 +196,10 @@ def loss_of(qnet: QNet, packs: Sequence[Pack], config: Config) -> torch.Tensor:
         from qlass.fast.packing import packed_loss  # the same, at a fraction of the cost
 
         return packed_loss(qnet, packs, config.rank_weight)
-    together = [family for pack in packs for family in pack.families]
-    options = config.loss_on, config.rank_weight
-    return torch.stack([family_loss(qnet, family, *options) for family in together]).sum()
+    losses = []
+    for family in (family for pack in packs for family in pack.families):
+        losses.append(family_loss(qnet, family, config.loss_on, config.rank_weight))
+    return torch.stack(losses).sum()
 
 
 def train(

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import functools
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import pydantic
 
 from qlass import UserError
-from qlass.files import read_json, warn
+from qlass.files import read_json, warn, write_json
 from qlass.messages import State
 from qlass.records import as_user_error
 from qlass.settings import Number, Run
@@ -47,8 +46,7 @@ class Rendering:
     FILE: ClassVar[str] = "policy.json"
 
     def save(self, folder: Path) -> None:
-        text = json.dumps(vars(self), indent=1) + "\n"
-        (folder / self.FILE).write_text(text, encoding="utf-8")
+        write_json(folder / self.FILE, vars(self))
 
     @classmethod
     def load(cls, folder: str | Path, config: Run | None = None) -> Rendering:

@@ -30,14 +30,14 @@ class Line(TypedDict):
     """A line of any file."""
 
 
-ROLES = {"human": "user", "gpt": "assistant"}  # ETO's and ours
+ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant"}
 
 
 @with_config(ConfigDict(extra="forbid"))  # nobody would read a tool call
 class Turn(TypedDict):
     role: Annotated[
         Literal["user", "assistant", "human", "gpt"],
-        AfterValidator(lambda role: ROLES.get(role, role)),
+        AfterValidator(ROLES.get),
         Field(validation_alias=AliasChoices("role", "from")),
     ]
     content: Annotated[str, Field(validation_alias=AliasChoices("content", "value"))]

@@ -44,7 +44,7 @@ def children_of(tree: list[dict]) -> list[list[int]]:
 def tree_metrics(records: list[dict]) -> dict[str, Any]:
     """For the metadata: how many trees and nodes, the agent's rollouts and their mean reward."""
     roots = [node for node in records if node["parent_id"] is None]
-    rewards = [reward for root in roots for reward in root.get("rollouts", [])]
+    rewards = [reward for root in roots for reward in root["rollouts"]]
     return {
         "trees": len(roots),
         "nodes": len(records),
