@@ -295,8 +295,9 @@ def build(
     settings = config.recipe() | env.settings
     trees = Output(config.path, config, settings, inputs, itemgetter("task_id"))
     if todo := trees.todo(tasks):
-        if not config.no_expert:
+        if config.expert:  # the agent's own were played again when it was cloned
             replay_all(filter(None, map(demonstrations.get, todo)), env)
+        if not config.no_expert:
             if not demonstrations.keys() >= set(todo):
                 env.expert(todo[0])  # a UserError if it has none, before the agent is loaded
         agent = load()
