@@ -24,16 +24,20 @@ from qlass.noise import uniforms
 # One question for every checkpoint, which tells whether a server has its weights.
 TASK = "put a clean cup into the drawer 4."
 PAGE = "You are in the middle of a kitchen. Around you are a sink 1 and a table 2. Your task: "
-MESSAGES = (
-    ("user", "Walk through a house."),
-    ("assistant", "OK"),
-    ("user", PAGE + TASK),
+QUESTION = LogProb(
+    State(
+        messages=(
+            ("user", "Walk through a house."),
+            ("assistant", "OK"),
+            ("user", PAGE + TASK),
+        ),
+        task=TASK,
+    ),
+    actions=(
+        react("The cup may lie on the table.", "go to table 2"),
+        react("", "go to sink 1"),
+    ),
 )
-ACTIONS = (
-    react("The cup may lie on the table.", "go to table 2"),
-    react("", "go to sink 1"),
-)
-QUESTION = LogProb(State(MESSAGES, TASK), ACTIONS)
 
 
 class Policy:
@@ -51,6 +55,7 @@ class Policy:
     # ------------------------------------------------------------------------------- free text
 
     def texts(self, requests: list[Sample]) -> list[list[Candidate]]:
+        """Free text, n times for each request."""
         return [[self.text(request, k) for k in range(request.n)] for request in requests]
 
     @torch.inference_mode()
