@@ -11,23 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from qlass.files import share, warn
+from qlass.files import share
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 def device_and_precision(config: Any) -> tuple[torch.device, str]:
-    """This process's GPU or, without any, the CPU. --precision, else bf16 on a GPU and float32 on
-    a CPU, of which few have bf16 arithmetic."""
+    """This process's GPU or, without any, the CPU. --precision, else bf16 on a GPU that computes it
+    and float32 on a CPU, of which few do."""
     gpu = torch.cuda.is_available()
     rank = int(os.environ.get("LOCAL_RANK") or 0)
     place = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    if config.precision:
-        return place, config.precision
     bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    if gpu and not bf16:
-        warn("this GPU computes no bf16: --precision float32 is taken")
-    return place, "bf16" if bf16 else "float32"
+    return place, config.precision or ("bf16" if bf16 else "float32")
 
 
 # --------------------------------------------------------------- weights divided among processes

@@ -36,12 +36,11 @@ def test_a_run_has_its_environments_name_and_a_recipe_no_runtime_flags():
     assert recipe["width"] == 2 and not {"limit", "plain", "run", "preset", "overwrite", "out"} & recipe.keys()
 
 
-def test_a_device_without_bf16_takes_float32(monkeypatch, capsys):
+def test_a_device_without_bf16_takes_float32(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for supported, precision in (False, "float32"), (True, "bf16"):
         monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation, supported=supported: supported)
         assert device_and_precision(settings_of(build_trees))[1] == precision
-    assert capsys.readouterr().err.count("this GPU computes no bf16") == 1
 
 
 @pytest.mark.parametrize("module", STAGES, ids=lambda module: module.__name__)
