@@ -76,7 +76,7 @@ class Model(Run):
     """The bits of a model. No CPU goes on with what a GPU began."""
 
     load_in: Literal["4bit", "8bit"] | None = None  # bits per weight (bitsandbytes)
-    precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU, float32 on a CPU
+    precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU that has it, else float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
