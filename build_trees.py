@@ -297,9 +297,8 @@ def build(
     if todo := trees.todo(tasks):
         if config.expert:  # the agent's own were played again when it was cloned
             replay_all(filter(None, map(demonstrations.get, todo)), env)
-        if not config.no_expert:
-            if not demonstrations.keys() >= set(todo):
-                env.expert(todo[0])  # a UserError if it has none, before the agent is loaded
+        if not config.no_expert and not demonstrations.keys() >= set(todo):
+            env.expert(todo[0])  # a UserError if it has none, before the agent is loaded
         agent = load()
 
         async def tree_of(task_id: str) -> list[dict]:
