@@ -24,8 +24,8 @@ from qlass.trees import children_of, read_trees
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Run):
-    stage: ClassVar[str] = "bellman"
-    output: ClassVar[str] = "q_labels.jsonl"
+    stage: ClassVar = "bellman"
+    output: ClassVar = "q_labels.jsonl"
 
     trees: Path | None = not_in_recipe(None)  # RUN/trees.jsonl, made if missing
     out: Path | None = not_in_recipe(None)  # RUN/q_labels.jsonl

@@ -55,8 +55,8 @@ from qlass.trees import tree_metrics
 class Config(Sampling):
     """The paper's (Appendix A.4), which does not say W and the bounds."""
 
-    stage: ClassVar[str] = "build_trees"
-    output: ClassVar[str] = "trees.jsonl"
+    stage: ClassVar = "build_trees"
+    output: ClassVar = "trees.jsonl"
 
     sft: Path | None = not_in_recipe(None)  # checkpoint of the agent (RUN/sft, made if missing)
     out: Path | None = not_in_recipe(None)  # RUN/trees.jsonl

@@ -81,7 +81,7 @@ class TextEnv(Hooks, gymnasium.Env):
 
     def __init__(self) -> None:
         self.name = self.name or type(self).__name__.lower()
-        self.settings: dict[str, Any] = {}  # its part of a recipe, from `from_config`
+        self.settings: dict = {}  # its part of a recipe, from `from_config`
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Begin options["task_id"] or, if it is not given, one of the tasks of `split` by chance.
@@ -185,7 +185,7 @@ class TextEnv(Hooks, gymnasium.Env):
 
     # -------------------------------------------------------------------- what it may write besides
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> dict:
         """The report of `reset` and `step` beside the observation."""
         actions = self.valid_actions()
         return {"task_id": self.task_id, "task": self.task, "valid_actions": actions}

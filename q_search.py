@@ -62,9 +62,9 @@ Name: Any = Literal[tuple(METHODS)]
 class Config(Sampling):
     """The paper's M (Table 5). It does not say N; its Algorithm 4 selects by the final reward."""
 
-    stage: ClassVar[str] = "q_search"
-    output: ClassVar[str] = "results.jsonl"
-    extends_options: ClassVar[bool] = True
+    stage: ClassVar = "q_search"
+    output: ClassVar = "results.jsonl"
+    extends_options: ClassVar = True
 
     method: tuple[Name, ...] = not_in_recipe(("qlass",))  # one or more
     # candidates per step
@@ -152,7 +152,7 @@ class Method:
     def needs_q(self) -> bool:
         return "q" in (self.by, self.select)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict:
         """The fields of a result line that tell methods apart. One without a value is empty text:
         readers of tables expect one type of a field."""
         select = self.select or ""

@@ -27,8 +27,8 @@ from qlass.settings import Learning, Number, PositiveInt, not_in_recipe, read_se
 class Config(Learning):
     """The defaults are the paper's (Table 5)."""
 
-    stage: ClassVar[str] = "sft"
-    output: ClassVar[str] = "sft"
+    stage: ClassVar = "sft"
+    output: ClassVar = "sft"
 
     model: str = not_in_recipe("tiny")  # tiny, or a HuggingFace name or folder
     expert: Path | None = not_in_recipe(None)  # trajectories (the environment's expert plays them)

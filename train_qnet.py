@@ -42,8 +42,8 @@ from qlass.settings import (
 class Config(Learning, Prompt):
     """The defaults are the paper's (Table 5 and Eq. 11)."""
 
-    stage: ClassVar[str] = "train_qnet"
-    output: ClassVar[str] = "qnet"
+    stage: ClassVar = "train_qnet"
+    output: ClassVar = "qnet"
 
     sft: Path | None = not_in_recipe(None)  # checkpoint that the backbone starts from (RUN/sft)
     labels: Path | None = not_in_recipe(None)  # RUN/q_labels.jsonl, made if missing

@@ -47,7 +47,7 @@ from qlass.trees import read_trees
 class Config(learning.Config):
     """ETO's, but for the number of tasks and of pairs."""
 
-    stage: ClassVar[str] = "eto"
+    stage: ClassVar = "eto"
 
     pairs: Literal["expert", "siblings"] = "expert"  # what is compared
     beta: Number = 0.1  # of the DPO loss

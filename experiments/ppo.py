@@ -50,7 +50,7 @@ PASSES = 10  # a token: Tree-GRPO's 6; the critic before the update, and its upd
 class Config(Update):
     """A discount of .99 and a lambda of .95 over turns."""
 
-    stage: ClassVar[str] = "ppo"
+    stage: ClassVar = "ppo"
 
     name: str = "ppo"  # of the checkpoint RUN/sft-NAME
     chains: PositiveInt = 4  # trajectories a task

@@ -49,7 +49,7 @@ OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks,
 class Config(Sampling):
     """Sec. 5.2: M = 3, N = 1."""
 
-    stage: ClassVar[str] = "self_train"
+    stage: ClassVar = "self_train"
 
     method: Literal["rft", "qlass", "tree", "expert"] = "qlass"  # see above
     name: str = ""  # of the files (the method)

@@ -57,7 +57,7 @@ class Update(learning.Config):
 class Config(Update):
     """Released: M = 2, N = 2, L = 1."""
 
-    stage: ClassVar[str] = "tree_grpo"
+    stage: ClassVar = "tree_grpo"
 
     M: Annotated[PositiveInt, arg(aliases=["-M"])] = 2  # trees a task
     draws: PositiveInt = 2  # N, branches a tree and round

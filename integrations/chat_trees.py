@@ -31,7 +31,7 @@ from qlass.settings import not_in_recipe, read_settings, run_stage
 class Config(Chatting, build_trees.Config):
     """build_trees.py's settings, with bounds that an API's bill bears."""
 
-    stage: ClassVar[str] = "chat_trees"  # no preset has settings for it
+    stage: ClassVar = "chat_trees"  # no preset has settings for it
 
     tasks: Literal["cloned", "new"] = "new"  # cloned: those of --expert
     rollouts: NonNegativeInt = 8  # at most, per tree (0: no bound)

@@ -113,7 +113,7 @@ def application(world: envs.TextEnv) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Run):
-    extends_options: ClassVar[bool] = True
+    extends_options: ClassVar = True
 
     host: str = not_in_recipe("127.0.0.1")
     port: NonNegativeInt = not_in_recipe(8000)

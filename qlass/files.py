@@ -32,7 +32,7 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict:
     with as_user_error(path):
         return json.loads(path.read_text(encoding="utf-8"))
 
@@ -135,7 +135,7 @@ def meta_path(output: Path) -> Path:
     return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
 
 
-def meta_of(output: Path) -> dict[str, Any]:
+def meta_of(output: Path) -> dict:
     path = meta_path(output)
     return read_json(path) if path.exists() else {"recipe": {}, "inputs": {}}
 

@@ -53,7 +53,7 @@ def load(
     mesh = None
     if distributed.is_initialized() and not config.load_in:
         mesh = init_device_mesh(place.type, (distributed.get_world_size(),))
-    options: dict[str, Any] = {
+    options: dict = {
         "dtype": torch.float32 if train else PRECISIONS[precision],
         "device_map": {"": "cpu" if mesh else place},
         "use_safetensors": True,

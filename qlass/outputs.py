@@ -127,7 +127,7 @@ def changed_inputs(output: Path) -> Iterator[str]:
             yield f"{output} was made from another {path} than there is now: make it again"
 
 
-def begin(output: Path, config: Run, settings: dict[str, Any], inputs: Inputs) -> dict[str, Any]:
+def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
     """Claim an output: write its metadata, or compare what it was begun with. Returns those.
 
     settings: what its bytes depend on, beside the content of the inputs.
@@ -172,9 +172,7 @@ def is_begun(output: Path) -> bool:
     return parts_folder(output).exists() or output.exists()  # in this order, see Output.read
 
 
-def check(
-    output: Path, config: Run, settings: dict[str, Any], inputs: Iterable[str] = ()
-) -> dict[str, Any]:
+def check(output: Path, config: Run, settings: dict, inputs: Iterable[str] = ()) -> dict:
     """The settings as JSON has them. UserError for an output that was begun with others.
 
     inputs: the settings of which only the names are shown. A precision of None is not known yet.
@@ -212,7 +210,7 @@ class Output:
         self,
         path: Path,
         config: Run,
-        settings: dict[str, Any],
+        settings: dict,
         inputs: Inputs,
         key: Callable[[dict], Any],
     ) -> None:

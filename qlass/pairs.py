@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -64,9 +63,7 @@ def hold_out_trees(trees: list[list[Pair]]) -> tuple[list[list[Pair]], list[list
     return learned or trees, trees[::HELD_OUT]
 
 
-def ranking(
-    score: Callable[[list[Score]], list[list[float]]], trees: list[list[Pair]]
-) -> dict[str, Any]:
+def ranking(score: Callable[[list[Score]], list[list[float]]], trees: list[list[Pair]]) -> dict:
     """Compare QNet's values with the q of these trees.
 
     mse                 their mean square error (Eq. 8)

@@ -38,9 +38,7 @@ def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
     }
 
 
-def costs_of(
-    chat: Chat, episodes: Sequence[Episode], scored: Callable[[Any], list[str]]
-) -> dict[str, Any]:
+def costs_of(chat: Chat, episodes: Sequence[Episode], scored: Callable[[Any], list[str]]) -> dict:
     """Tokens of a task's episodes: a model reads and writes each once, as with a prompt cache.
 
     `prompt` counts what the policy reads of the environment's words (its own are in the cache since
@@ -87,7 +85,7 @@ def identity(record: dict) -> tuple:
     return tuple(map(record.get, CONDITION))
 
 
-def protocol(env: Any, chat: Chat | None) -> dict[str, Any]:
+def protocol(env: Any, chat: Chat | None) -> dict:
     """The way tasks were played, as far as neither lines nor recipe report it (docs/files.md)."""
     fields = {"max_steps": env.max_steps}
     if chat:

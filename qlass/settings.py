@@ -63,7 +63,7 @@ class Run:
         """The output of this command."""
         return getattr(self, "out", None) or self.run / self.output
 
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> dict:
         """The settings that the bytes of an output depend on."""
         fields = dataclasses.fields(self)
         return {
@@ -193,7 +193,7 @@ def defaults(config: R) -> R:
     return by_types(type(config), values, f"{file}: ")
 
 
-def by_types(kind: type[C], values: dict[str, Any], place: str) -> C:
+def by_types(kind: type[C], values: dict, place: str) -> C:
     """Settings of these values. UserError for one that its type does not allow."""
     try:
         return TypeAdapter(kind).validate_python(values)

@@ -150,9 +150,7 @@ class Training:
     processes: what came behind it is done, and logged, again.
     """
 
-    def __init__(
-        self, out: Path, config: Learning, settings: dict[str, Any], inputs: Inputs
-    ) -> None:
+    def __init__(self, out: Path, config: Learning, settings: dict, inputs: Inputs) -> None:
         self.out, self.config = out, config
         self.states = parts_folder(out)
         self.path = out.with_name(out.name + ".log.jsonl")
@@ -177,7 +175,7 @@ class Training:
             write_jsonl(self.path, self.lines)
         self.bar = tqdm(None, self.out.name, self.steps, initial=self.step, mininterval=0.5)
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: dict) -> None:
         """Add a line to the log."""
         self.lines.append(line)
         if is_first():
@@ -234,7 +232,7 @@ class Training:
         if validation is not None and self.best_epoch == epoch:
             self.save("best")
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict:
         """The trained weights and their moments, themselves, and the random numbers."""
         trained, moments = get_state_dict(self.model, self.optimizer, options=TRAINED)
         random = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
@@ -267,7 +265,7 @@ class Training:
         if self.best_epoch < len(self.curve):
             self.load("best")
 
-    def finish(self, save: Callable[[], None], **figures: Any) -> dict[str, Any]:
+    def finish(self, save: Callable[[], None], **figures: Any) -> dict:
         """Write the metadata, with these figures, and the checkpoint; returns the figures."""
         figures |= {"steps": self.step, "curve": self.curve, "best_epoch": self.best_epoch}
         figures["tokens"] = sum(line.get("tokens", 0) for line in self.lines)

@@ -41,7 +41,7 @@ def children_of(tree: list[dict]) -> list[list[int]]:
     return children
 
 
-def tree_metrics(records: list[dict]) -> dict[str, Any]:
+def tree_metrics(records: list[dict]) -> dict:
     """For the metadata: how many trees and nodes, the agent's rollouts and their mean reward."""
     roots = [node for node in records if node["parent_id"] is None]
     rewards = [reward for root in roots for reward in root["rollouts"]]

@@ -38,8 +38,8 @@ from qlass.settings import not_in_recipe, read_settings, run_stage
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Judge):
-    stage: ClassVar[str] = "qval"
-    extends_options: ClassVar[bool] = True
+    stage: ClassVar = "qval"
+    extends_options: ClassVar = True
 
     points: PositiveInt = 200  # states
     split: str = "test"  # tasks that they are from
