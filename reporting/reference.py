@@ -24,15 +24,18 @@ SERIES = [*FIRST, "#cc79a7", "#009e73", "#56b4e9", INK, "#b8a000"]  # of a figur
 def draw(lines: pd.DataFrame, results: pd.DataFrame) -> Figure:
     """Mean reward with its interval against tokens a task, a panel a setting."""
     labels = lines["label"].unique()
-    looks = {label: {"color": SERIES[n], "marker": MARKERS[n], "label": label} for n, label in enumerate(labels)}
+    looks = {}
+    for label, colour, marker in zip(labels, SERIES, MARKERS, strict=False):
+        looks[label] = {"color": colour, "marker": marker, "label": label}
     panels = lines.groupby("title", sort=False)
     figure = Figure(figsize=(0.6 + 2.7 * len(panels), 3.1 + 0.17 * len(labels)), layout="constrained")
     legend = {}
     for axes, (title, part) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for line in part.to_dict("records"):
-            points = results[(results[ROWS] == [line[name] for name in ROWS]).all(axis=1)].sort_values("tokens")
+        for line in part.itertuples():
+            place = line.environment, line.split, line.commit, line.agent, line.method, line.select
+            points = results.loc[[place]].sort_values("tokens")
             rewards = [Estimate(row.reward, row.low, row.high, n=0) for row in points.itertuples()]
-            curve(axes, points["tokens"], rewards, **looks[line["label"]])
+            curve(axes, points["tokens"], rewards, **looks[line.label])
         axes.set_title(title)
         log_axis(axes, "tokens a task")
         marks, named = axes.get_legend_handles_labels()
@@ -53,15 +56,15 @@ def gains(lines: pd.DataFrame, results: pd.DataFrame) -> Figure:
     axes.set_xlabel("the agent's own mean reward, greedy")
     axes.set_ylabel("QLASS minus its agent")
     looks = zip(SERIES, MARKERS, strict=False)
-    for (label, parts), (colour, marker) in zip(lines.groupby("label", sort=False), looks, strict=False):
+    arrangements = lines.groupby("label", sort=False)
+    for (label, parts), (colour, marker) in zip(arrangements, looks, strict=False):
         points = []
         for line in parts.itertuples():
-            place = [line.environment, line.split, line.commit]
-            here = results[(results[ROWS[:3]] == place).all(axis=1)]
-            search = here[(here["agent"] == line.agent) & (here["method"] == line.method)]
+            place = line.environment, line.split, line.commit
+            search = results.loc[[(*place, line.agent, line.method, line.select)]]
+            agent = results.loc[[(*place, line.agent.partition(", QNet")[0], "greedy", "")]]
             search = search[search["M"] == search["M"].max()]
-            agent = here[here["agent"] == line.agent.partition(", QNet")[0]]
-            points.append(search.merge(agent[agent["method"] == "greedy"], on="seed"))
+            points.append(search.merge(agent, on="seed"))
         units = pd.concat(points)
         gain = units["reward_x"] - units["reward_y"]
         axes.scatter(units["reward_y"], gain, s=18, color=colour, marker=marker, label=label)
@@ -73,11 +76,15 @@ def main() -> None:
     texts = dict.fromkeys(ROWS, "") | {"seed": ""}
     results = pd.read_csv(FOLDER / "results.csv", dtype=dict.fromkeys(texts, str)).fillna(texts)
     results["method"] = results["method"].str.extract(r"^(\w+)")  # of MCTS all numbers of simulations
+    results = results.set_index(ROWS).sort_index()
     means = results["seed"] == "all"
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
         figures = pd.read_csv(FOLDER / "figures.csv").fillna("")
         for name, lines in figures.groupby("figure", sort=False):
-            figure = gains(lines, results[~means]) if name == "gains" else draw(lines, results[means])
+            if name == "gains":
+                figure = gains(lines, results[~means])
+            else:
+                figure = draw(lines, results[means])
             figure.savefig(FOLDER / f"{name}.png")
 
 

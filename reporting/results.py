@@ -171,7 +171,7 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     groups.sort(key=lambda group: group.condition.order())
     warnings = [] if warnings is None else warnings
     warnings += dict.fromkeys(
-        [*unfinished(table), *check_runs(table), *check_tables(groups), *doubts(groups), *leaks(table)]
+        [*unfinished(table), *check_tables(groups), *check_rows(groups), *doubts(groups), *leaks(table)]
     )
     for warning in warnings:
         warn(warning)
@@ -295,20 +295,20 @@ def check_tables(groups: Sequence[Group]) -> Iterator[str]:
             yield f"{env}: rows over {min(sizes)} tasks and over {max(sizes)}: means may differ by the tasks alone"
 
 
-def check_runs(table: pd.DataFrame) -> Iterator[str]:
-    """UserError names two files of one label whose agents, QNets or environments differ in more than their seed. Yields
+def check_rows(groups: Sequence[Group]) -> Iterator[str]:
+    """UserError names two files in one row whose agents, QNets or environments differ in more than their seed. Yields
     agents that count as two trainings."""
-    for (env, label), rows in table.groupby(["env", "label"]):
-        name = f"{env} [{label}]".removesuffix(" []")
-        check_alike({path: made_with(path) for path in rows["file"].unique()}, name, APART)
+    for group in groups:
+        env, name = group.condition.env, group.condition.name
+        check_alike({path: made_with(path) for path in group.episodes["file"].unique()}, name, APART)
         seeds: dict[str, int] = {}  # by the content of the agent
-        for seed, episodes in rows.groupby("seed"):
+        for seed, episodes in group.episodes.groupby("seed"):
             recipes = {path: meta_of(path)["recipe"] for path in episodes["file"].unique()}
             models = {path: {n: recipe[n] for n in ("sft", "qnet") if n in recipe} for path, recipe in recipes.items()}
-            check_alike(models, f"{name}, seed {seed},", APART)
+            check_alike(models, f"{name} of one seed", APART)
             for agent in {recipe["sft"] for recipe in models.values() if "sft" in recipe}:
                 if seeds.setdefault(agent, seed) != seed:
-                    yield f"{name}: one agent under two --seed, so not two trainings"
+                    yield f"{env}: one agent under two --seed, so not two trainings"
 
 
 def made_with(output: Path, stage: str = "") -> dict[str, Any]:

@@ -37,11 +37,14 @@ def number(value: float, digits: int = 0) -> str:
 
 
 def peer(condition: Condition, groups: Sequence[Group]) -> Group | None:
-    """The row of this condition, else of its run's label, the first part of "b, rank", else of none."""
+    """The row of this condition or, where there is none, with less of its label: "b, rank" -> "b" -> ""."""
     rows = {group.condition: group for group in groups}
-    run = condition.label.partition(", ")[0]
-    labelled = (replace(condition, label=label) for label in (condition.label, run, ""))
-    return next((rows[wanted] for wanted in labelled if wanted in rows), None)
+    parts = condition.label.split(", ")
+    for n in range(len(parts), -1, -1):
+        wanted = replace(condition, label=", ".join(parts[:n]))
+        if wanted in rows:
+            return rows[wanted]
+    return None
 
 
 def greedy_of(group: Group, groups: Sequence[Group]) -> Group | None:
@@ -120,19 +123,23 @@ def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
 
 
 def headlines(groups: Sequence[Group]) -> Iterator[str]:
-    """For each environment a sentence about QLASS with the most candidates and its rivals, over the same tasks."""
-    for rows in tables_of(groups):
-        searches = [group for group in rows if group.condition.method == "qlass" and not aside(group)]
-        if searches:
-            qlass = max(searches, key=lambda group: group.condition.M * group.condition.N)
-            likeliest = peer(replace(qlass.condition, method="likeliest"), rows)
-            rivals = [group for group in (greedy_of(qlass, rows), likeliest, nearest(qlass, rows)) if group]
-            tasks = set.intersection(*(set(group.blocks) for group in (qlass, *rivals)))
-            qlass, *rivals = (group.among(tasks) for group in (qlass, *rivals))
-            gains = ((rival.condition, difference(qlass, rival)) for rival in rivals)
-            parts = [f"{gain:+} over {rival}" + " (undecided)" * gain.covers_zero for rival, gain in gains]
-            first = f"{qlass.condition.env}: {qlass.condition} earns {qlass.reward} on {qlass.reward.n} tasks"
-            yield "; ".join([first, *parts]) + "."
+    """For each environment and label a sentence about QLASS with the most candidates, over its rivals' tasks."""
+    searches = {}
+    for group in groups:
+        c = group.condition
+        if c.method == "qlass" and not aside(group):
+            searches[c.env, c.label] = group  # rows stand in the order of their budgets
+    for search in searches.values():
+        likeliest = peer(replace(search.condition, method="likeliest"), groups)
+        rivals = [rival for rival in (greedy_of(search, groups), likeliest, nearest(search, groups)) if rival]
+        tasks = set(search.blocks).intersection(*(rival.blocks for rival in rivals))
+        qlass = search.among(tasks)
+        text = f"{qlass.condition.env}: {qlass.condition} earns {qlass.reward} on {qlass.reward.n} tasks"
+        for rival in rivals:
+            gain = difference(qlass, rival)
+            doubt = " (undecided)" * gain.covers_zero
+            text += f"; {gain:+} over {rival.condition}{doubt}"
+        yield f"{text}."
 
 
 def notes(groups: Sequence[Group]) -> Iterator[str]:

@@ -85,7 +85,7 @@ def test_the_differences_by_hand(tmp_path):
     groups = parts_of(RESULTS, f"target avg={tmp_path}")
     table = differences(groups)
     # Seed 0 is shared: .5, 0, 0, .5. The resampled mean is Binomial(4, 1/2) / 8, whose 95 % are 0 to .5.
-    (headline,) = tables.headlines(list(groups.values()))
+    headline, _ = tables.headlines(list(groups.values()))
     assert "; +0.250 [+0.000, +0.500] over SFT greedy (undecided); " in headline
     assert table["QLASS [target avg] M=2", "QLASS M=2"]["difference [95 %]"] == "+0.000 [+0.000, +0.000]"
 
@@ -112,14 +112,15 @@ def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_the
 
 def test_the_headline_is_about_the_tasks_that_all_have_played(tmp_path):
     """Of four tasks greedy earns none; search by log-probability plays two and earns one, QLASS earns three."""
-    played = {("greedy", 1): "0000", ("likeliest", 2): "01", ("qlass", 2): "0111"}
+    played = {("greedy", 1, "a"): "0000", ("likeliest", 2, "a"): "01", ("qlass", 2, "a, 1 epoch, rank"): "0111"}
     records = []
-    for (name, m), rewards in played.items():
-        records += [{"method": name, "M": m, "task_id": f"{t}", "reward": int(r)} for t, r in enumerate(rewards)]
+    for (name, m, label), rewards in played.items():
+        row = {"method": name, "M": m, "label": label}
+        records += [row | {"task_id": f"{task}", "reward": int(reward)} for task, reward in enumerate(rewards)]
     rows = list(groups_in(tmp_path, records).values())
     (headline,) = tables.headlines(rows)
     earned, over_greedy, over_likeliest = headline.split("; ")
-    assert earned.startswith("lake: QLASS M=2 earns 0.500 [") and earned.endswith("on 2 tasks")
+    assert earned.startswith("lake: QLASS [a, 1 epoch, rank] M=2 earns 0.500 [") and earned.endswith("on 2 tasks")
     assert over_greedy.startswith("+0.500 [") and over_likeliest.startswith("+0.000 [")
     assert list(tables.results_table(rows, rows)["minus greedy"].str[:6]) == ["", "+0.500", "+0.750"]
 
@@ -176,9 +177,9 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_but_not_one_model_as
         (
             "",
             {"sft": "z", "tasks": "z"},
-            "/one/results.* and .*/two/results.*: lake, seed 0, with different sft",
+            "/one/results.* and .*/two/results.*: .* of one seed with different sft",
         ),
-        ("", {"seed": 1, "sft": "z", "qnet": "z", "trees": 9}, "lake with different qnet trees .4, 9"),
+        ("", {"seed": 1, "sft": "z", "qnet": "z", "trees": 9}, " with different qnet trees .4, 9"),
         ("other=", {"protocol": {"version": "1"}}, "lake with different version .0, 1., not one table"),
         ("other=", {"tasks": "yz"}, "lake: rule and rule .other. with different tasks, not one table"),
     ],
