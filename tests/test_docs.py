@@ -24,7 +24,7 @@ import sft
 import train_qnet
 from docs import build, rival
 from qlass.files import read_jsonl
-from qlass.messages import parse_action
+from qlass.messages import replay
 from reporting import figures, pages, reference
 
 
@@ -112,11 +112,9 @@ def test_the_lines_of_the_shop_are_a_run_of_the_stages():
     assert bellman.label(tree, bellman.q_values(tree, 0.98)) == build.read("shop/q_labels.jsonl")
     paths = {0: []}
     for node in tree[1:]:
-        paths[node["node_id"]] = [*paths[node["parent_id"]], parse_action(node["action"])]
-        env.reset(options={"task_id": node["task_id"]})
-        for action in paths[node["node_id"]]:
-            observation, reward, terminated, _, _ = env.step(action)
-        assert (env.message(observation), reward, terminated) == (node["observation"], node["reward"], node["done"])
+        paths[node["node_id"]] = [*paths[node["parent_id"]], node["action"]]
+        *_, move = replay(env, node["task_id"], paths[node["node_id"]])
+        assert (move.state.observation, move.reward, move.done) == (node["observation"], node["reward"], node["done"])
 
 
 def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):

@@ -1,11 +1,13 @@
 """What other programs take of this one: QNet's values, vLLM's plug-in, games for TRL and OpenEnv, curves."""
 
 import importlib.util
+import runpy
 import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pydantic
 import pytest
 import torch
 from fakes import FakeEnv, chat_tokenizer, dump, served, settings_of
@@ -102,21 +104,21 @@ def test_an_episode_through_the_class_and_its_reward_by_a_qnet(qnet, monkeypatch
     assert first["prompt"][0]["content"].startswith("walk")
 
 
+class Fields(pydantic.BaseModel, extra="allow"):
+    """An action, an observation or a state of OpenEnv's."""
+
+    reward: float | None = None
+    done: bool = False
+
+
 @pytest.fixture
 def sessions(monkeypatch):
     """The server's door without OpenEnv: a function that opens a session, as the server does for each request."""
-    pydantic = pytest.importorskip("pydantic")
-    factory = {"create_app": lambda factory, *_, **__: factory, "Environment": type("Environment", (), {})}
-    kinds = {name: pydantic.create_model(name, __config__={"extra": "allow"}) for name in ("Action", "State")}
-    kinds["Observation"] = pydantic.create_model("Observation", reward=(float | None, None), done=(bool, False))
-    server = type(sys)("openenv.core.env_server")
-    vars(server).update(factory | kinds)
-    for name, module in {"uvicorn": server, "openenv": server, "openenv.core": server, server.__name__: server}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "integrations.openenv", raising=False)
-    door = importlib.import_module("integrations.openenv")
-    monkeypatch.delitem(sys.modules, "integrations.openenv")
-    return lambda env: door.application(env)
+    server = SimpleNamespace(create_app=lambda factory, *_, **__: factory, Environment=object)
+    vars(server).update(dict.fromkeys(("Action", "Observation", "State"), Fields))
+    for name in ("uvicorn", "openenv.core.env_server"):
+        monkeypatch.setitem(sys.modules, name, server)
+    return runpy.run_module("integrations.openenv")["application"]
 
 
 def test_a_session_trains_unless_a_request_asks_for_another_split_and_draws_by_its_seed(sessions):

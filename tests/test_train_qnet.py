@@ -48,16 +48,6 @@ def gradients(net: QNet, loss: torch.Tensor) -> list[torch.Tensor]:
     return torch.autograd.grad(loss, list(net.parameters()))
 
 
-def test_pairs_of_a_tree_by_hand():
-    nodes = labelled_tree()
-    assert len(TREE) == len(nodes) - 1
-    for pair, node in zip(TREE, nodes[1:], strict=True):
-        parent = nodes[node["parent_id"]]
-        assert (pair.action, pair.q) == (node["action"], node["q"])
-        assert pair.state.messages[-1] == ("user", parent["observation"]) and pair.state.task == "find the purse"
-        assert len(pair.state.messages) == 3 + 2 * parent["depth"]
-
-
 def test_the_loss_by_hand_of_a_pair_and_of_two_siblings():
     net, state = qnet(), State((("user", "walk"),))
     pair, sibling = Pair(state, "Action: left", 0.25), Pair(state, "Action: right", 1.0)
