@@ -264,11 +264,8 @@ def test_bm25_against_the_formula(documents, query):
     assert scores.tolist() == pytest.approx([expected[i] for i in found], rel=1e-4)
     ranks = list(zip(-scores, found, strict=True))
     assert ranks == sorted(ranks)
-    for few in (webshop_search.FEW, -1):  # at -1 all go through `contenders`
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(webshop_search, "FEW", few)
-            best = index.top(" ".join(query), k=2)
-        assert best[0].tolist() == found[:2].tolist() and best[1].tobytes() == scores[:2].tobytes()
+    best = index.top(" ".join(query), k=2)
+    assert best[0].tolist() == found[:2].tolist() and best[1].tobytes() == scores[:2].tobytes()
 
 
 def test_the_best_value_in_reach_is_that_behind_the_best_action():

@@ -12,9 +12,8 @@ import re
 import unicodedata
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import snowballstemmer
@@ -153,33 +152,12 @@ class Indexer:
         norm = 1 / (K1 * ((1 - B) + B * stored_length(length).astype(np.float32) / average))
         damping = 1 + np.array(self.tf)[order].astype(np.float32) * norm[docs]
         offsets = np.concatenate([[0], np.cumsum(df)])
-        highest = np.maximum.reduceat(damping, offsets[:-1]) if words else damping
         idf = np.log(1 + (n - df + 0.5) / (df + 0.5)).astype(np.float32)
-        arrays = (offsets, docs, damping, idf, highest)
+        arrays = (offsets, docs, damping, idf)
         return words, dict(zip(ARRAYS, arrays, strict=True))
 
 
-ARRAYS = ("offsets", "docs", "damping", "idf", "highest")
-FEW = 1 << 17  # postings of a query: so many are simply added up
-LOOKUP = 4  # to look a document up among a term's takes as long as to add up so many
-SLACK = 1 - 1e-4  # sums of 32-bit numbers are more exact than this
-
-
-class Posting(NamedTuple):
-    """A term of a query: the documents that have it, in order, and what it adds to their scores (at most `most`)."""
-
-    docs: np.ndarray
-    damping: np.ndarray
-    weight: np.float32
-    most: np.float32
-
-    def scores(self) -> np.ndarray:
-        return self.weight - self.weight / self.damping
-
-    def scores_of(self, documents: np.ndarray) -> np.ndarray:
-        places = np.minimum(np.searchsorted(self.docs, documents), len(self.docs) - 1)
-        scores = self.weight - self.weight / self.damping[places]
-        return np.where(self.docs[places] == documents, scores, 0)
+ARRAYS = ("offsets", "docs", "damping", "idf")
 
 
 class SearchIndex:
@@ -187,57 +165,26 @@ class SearchIndex:
 
     find: term -> v or None. offsets (V + 1,): the postings of term v are [offsets[v], offsets[v + 1]); docs (P,): their
     documents; damping (P,): 1 + tf / (k1 (1 - b + b dl / avgdl)), so that a posting's score is w - w / damping,
-    w = qtf * idf; highest (V,): a term's largest damping.
+    w = qtf * idf.
     """
 
     def __init__(self, size: int, find: Callable[[str], int | None], **arrays: np.ndarray) -> None:
         self.size, self.find = size, find
-        self.offsets, self.docs, self.damping, self.idf, self.highest = (arrays[name] for name in ARRAYS)
-
-    def postings(self, query: str) -> Iterator[Posting]:
-        for t, count in Counter(terms(query)).items():
-            if (v := self.find(t)) is not None:
-                where, weight = slice(self.offsets[v], self.offsets[v + 1]), np.float32(count) * self.idf[v]
-                yield Posting(self.docs[where], self.damping[where], weight, weight - weight / self.highest[v])
+        self.offsets, self.docs, self.damping, self.idf = (arrays[name] for name in ARRAYS)
 
     def top(self, query: str, k: int = TOP) -> tuple[np.ndarray, np.ndarray]:
         """The k best documents and their scores (float32), best first."""
-        postings = [*self.postings(query)]
-        if sum(len(posting.docs) for posting in postings) > FEW:
-            hits = self.contenders(postings, k)
-            total = np.zeros(len(hits))
-            for posting in postings:  # in the same order as below, for the same last bit
-                total += posting.scores_of(hits)
-            scores = total.astype(np.float32)
-        else:
-            total = np.zeros(self.size)
-            for posting in postings:
-                total[posting.docs] += posting.scores()
-            scores = total.astype(np.float32)
-            hits = np.flatnonzero(scores)
-            scores = scores[hits]
+        total = np.zeros(self.size)
+        for t, count in Counter(terms(query)).items():
+            if (v := self.find(t)) is not None:
+                where = slice(self.offsets[v], self.offsets[v + 1])
+                weight = np.float32(count) * self.idf[v]
+                total[self.docs[where]] += weight - weight / self.damping[where]
+        scores = total.astype(np.float32)
+        hits = np.flatnonzero(scores)
+        scores = scores[hits]
         if len(hits) > k:
             enough = scores >= np.partition(scores, -k)[-k]
             hits, scores = hits[enough], scores[enough]
         best = np.argsort(-scores, kind="stable")[:k]
         return hits[best], scores[best]
-
-    def contenders(self, postings: list[Posting], k: int) -> np.ndarray:
-        """Documents, in order, that hold the k best: terms are added up from the weightiest on (Turtle and Flood's
-        MaxScore), until the rest can lift no other document to the k-th best score so far."""
-        postings = sorted(postings, key=lambda posting: -posting.most)
-        rest = np.cumsum([posting.most for posting in postings[::-1]])[::-1]  # what this term and later ones add
-        scores, least, hits = np.zeros(self.size, np.float32), np.float32(0), None
-        for posting, more in zip(postings, rest, strict=True):
-            if hits is not None:
-                hits = hits[scores[hits] >= least * SLACK - more]
-            elif more < least * SLACK:
-                near = np.flatnonzero(scores >= least * SLACK - more)
-                hits = near if LOOKUP * len(near) < len(posting.docs) else None
-            some, gain = (posting.docs, posting.scores()) if hits is None else (hits, posting.scores_of(hits))
-            scores[some] = part = scores[some] + gain
-            better = part[part > least]
-            if len(better) >= k:
-                least = np.partition(better, -k)[-k]
-        hits = np.flatnonzero(scores) if hits is None else hits
-        return hits[scores[hits] >= least * SLACK]
