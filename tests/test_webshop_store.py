@@ -75,8 +75,8 @@ def test_a_store_is_made_once_for_its_sources(crowd, tmp_path, monkeypatch):
     changed = store.open_store(folder)
     assert len(built) == 2 and changed.products[0] != first.products[0] and changed.products[1] == first.products[1]
     assert len([*folder.glob(".webshop-*/products")]) == 1
-    kept = store.open_store(folder, cache=tmp_path / "cache", first=20)
-    assert [*kept.products] == [*changed.products][:20] and len(built) == 3
+    kept = store.open_store(folder, cache=tmp_path / "cache")
+    assert [*kept.products] == [*changed.products] and len(built) == 3
     with pytest.raises(UserError, match="cache=DIR"):  # where none can be written
         store.open_store(folder, cache=items / "cache")
 

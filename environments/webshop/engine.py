@@ -132,11 +132,9 @@ class Shop:
         seed: int = 0,
         page_size: int = PAGE_SIZE,
         cache: Path | None = None,
-        num_products: int | None = None,
     ) -> None:
-        """num_products: the first of the file, as the original counts them: before cleaning."""
         kind = "human" if use_human_goals else "synthetic"
-        store = open_store(folder, kind, seed, cache, num_products)
+        store = open_store(folder, kind, seed, cache)
         self.products, self.position, self.prices = store.products, store.position, store.prices
         self.goals, self.owners, self.shares = store.goals, store.owners, store.shares
         self.by_asin, self.index, self.page_size = store.by_asin, store.index, page_size

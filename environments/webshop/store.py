@@ -17,7 +17,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +136,15 @@ def draw_prices(ranges: np.ndarray, rng: random.Random) -> array:
     return prices
 
 
-def open_store(
-    folder: Path, kind: str = "synthetic", seed: int = 0, cache: Path | None = None, first: int | None = None
-) -> Store:
-    """The shop of a folder, made if need be. cache: where it is kept; None: beside its files, if they are large. first:
-    so many products of the file, else all."""
+def open_store(folder: Path, kind: str = "synthetic", seed: int = 0, cache: Path | None = None) -> Store:
+    """The shop of a folder, made if need be. cache: where it is kept; None: beside its files, if they are large."""
     sources = catalogue.sources(folder)
     if cache is None and sum(path.stat().st_size for path in sources) < SMALL:
         with tempfile.TemporaryDirectory(prefix="webshop-") as draft:
-            build(sources, Path(draft), first, quiet=True)
+            build(sources, Path(draft), quiet=True)
             return Store(Path(draft), kind, seed)  # what is mapped stays when its name is gone
     parent = sources[0].parent if cache is None else cache
-    name = f"{zlib.crc32(bytes(folder.resolve())):08x}-{'all' if first is None else first}"
+    name = f"{zlib.crc32(bytes(folder.resolve())):08x}"
     kept = parent / f".webshop-{name}"  # hidden: it is no part of the data
     note = fingerprint(sources)
     try:
@@ -159,7 +155,7 @@ def open_store(
                 if not is_made(kept, note):
                     for draft in parent.glob(f".{kept.name}-*"):  # of a process that was killed
                         shutil.rmtree(draft)
-                    place(kept, note, lambda draft: build(sources, draft, first))
+                    place(kept, note, lambda draft: build(sources, draft))
                     search.term.cache_clear()  # queries have few words, catalogues a million
     except OSError as error:  # not allowed, or no space
         raise UserError(f"{error}: name a folder for the shop's index with --env-option cache=DIR") from None
@@ -209,10 +205,10 @@ class Rows:
         }
 
 
-def products_of(source: Path, synthetic: dict, first: int | None, quiet: bool) -> Iterator[Product]:
+def products_of(source: Path, synthetic: dict, quiet: bool) -> Iterator[Product]:
     """The products of a file, each asin once. synthetic: the records of generated instructions, with attributes."""
     seen = set()
-    for number, record in enumerate(islice(catalogue.stream(source, quiet), first)):
+    for number, record in enumerate(catalogue.stream(source, quiet)):
         try:
             asin = record["asin"]
             if asin != "nan" and len(asin) <= 10 and asin not in seen:
@@ -225,7 +221,7 @@ def products_of(source: Path, synthetic: dict, first: int | None, quiet: bool) -
             raise UserError(message) from None
 
 
-def build(sources: tuple[Path, Path, Path], draft: Path, first: int | None = None, quiet: bool = False) -> None:
+def build(sources: tuple[Path, Path, Path], draft: Path, quiet: bool = False) -> None:
     """Write a store: products and rows of goals as texts, the rest as arrays."""
     source, *instructions = sources
     rows = {kind: Rows(kind, catalogue.read_json(path)) for kind, path in zip(ROWS, instructions, strict=True)}
@@ -234,7 +230,7 @@ def build(sources: tuple[Path, Path, Path], draft: Path, first: int | None = Non
     indexer = search.Indexer()
 
     def texts() -> Iterator[str]:
-        for product in products_of(source, rows["synthetic"].instructions, first, quiet):
+        for product in products_of(source, rows["synthetic"].instructions, quiet):
             number = position[product.asin] = len(position)
             prices.extend([*product.prices, math.nan][:2])
             indexer.add(product.document)
