@@ -2,9 +2,10 @@
 
     python -m docs.whole    # a quarter of a minute on one core
 
-Equations 5, 7, 10 and 11 and Algorithms 2 to 4 are written out. Imported are the environment, a tiny Llama with its
-tokenizer, the rendering of a state as tokens, and pi(a | s), which samples among the valid actions. The five scripts do
-the same with resume, batches and any model. A test holds this page to them: the same trees, Q-values and rewards.
+Equations 5, 7, 9, 10 and 11 and Algorithms 2 to 4, with N = 1, are written out. Imported are the environment, a tiny
+Llama with its tokenizer, the rendering of a state as tokens, and pi(a | s), which samples among the valid actions. The
+five scripts do the same with resume, batches and any model. A test holds this page to them: the same trees, Q-values
+and rewards.
 """
 
 import copy
@@ -51,6 +52,7 @@ def distinct(drawn: list[Candidate]) -> list[str]:
 def optimise(model: nn.Module, lr: float, n: int, batch: int, epochs: int, backward: Callable) -> None:
     """AdamW with a cosine of the learning rate. backward: adds the gradient of an update's mean loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0)
+    # Each example has size 1, so that an update has `batch` of them.
     updates = [update for epoch in range(epochs) for update in updates_of([1] * n, batch, SEED, epoch)]
     model.train()
     for number, update in enumerate(updates):
@@ -80,6 +82,7 @@ for trajectory in trajectories:
 
 
 def clone(update: list[int]) -> None:
+    # In the order of the scripts, which batch examples of like length: a sum's rounding depends on it.
     batch = sorted((examples[i] for i in update), key=lambda example: -len(example[0] + example[1]))
     targets = sum(len(action) for _, action in batch)
     for prompt, action in batch:
@@ -130,7 +133,7 @@ def explore(task: str) -> Node:
 
     def rollout(node: Node) -> list[Node]:  # lines 7-8
         branch = [node]
-        draws = 3  # a rollout's first action is to be a new child
+        draws = 3  # up to three of the first action, which is to be a new child
         while not node.done and node.depth < STEPS:
             env.restore(node.snapshot)
             drawn = draw(node.state, draws, (task, branches, node.depth), temperature=1.0)
@@ -147,17 +150,17 @@ def explore(task: str) -> Node:
         while queue and branches < bound:
             node = queue.popleft()  # line 5
             expandable = node.depth <= DEPTH and len(node.children) < WIDTH  # line 6
-            if expandable and not node.done and node.rollouts < WIDTH + 2:
+            if expandable and not node.done and node.rollouts < WIDTH + 2:  # two may find no new child
                 branches += 1
                 node.rollouts += 1
                 branch = rollout(node)
                 if branch[-1].reward:  # line 9
-                    queue.extend(branch)  # line 10
+                    queue.extend(branch)  # line 10; `node` again, so that it can get more children
 
     root = Node(start(env, task), env.snapshot())  # lines 1-2
     queue = deque([root])  # line 3
     process_queue(ROLLOUTS // 2)
-    branches += 1
+    branches += 1  # the demonstration is one, and no rollout
     branch = [root]
     moves = replay(env, task)
     next(moves)  # the start
@@ -169,6 +172,7 @@ def explore(task: str) -> Node:
     return root
 
 
+# From the far end, as the scripts do: where an agent is cloned from the first tasks, the last are new to it.
 trees = {task: explore(task) for task in reversed(env.task_ids("train"))}
 
 # ------------------------------------------------------------------------- 3. Q-values (Eq. 7, Algorithm 3), bellman.py
@@ -197,25 +201,24 @@ class QNet(nn.Module):
         )
 
     def forward(self, state: State, action: str) -> torch.Tensor:
-        """Q(s, a), (): V at the last token."""
+        """The value V of each token of (s, a), (T,). The last one's is Q(s, a)."""
         ids = torch.tensor([chat.pair(state, action)])
         hidden = self.backbone(input_ids=ids).last_hidden_state  # Eq. (9): h_1 .. h_T, (1, T, D)
-        return self.head(hidden)[0, -1, 0]
+        return self.head(hidden)[0, :, 0]
 
 
 torch.manual_seed(SEED)
 qnet = QNet(copy.deepcopy(model.base_model))
 pairs: list[tuple[State, str, float]] = []  # (s, a, q); a node's children are its actions
-for root in list(trees.values())[1:]:  # the first tree is held out
+for root in list(trees.values())[1:]:  # the scripts hold the first one out, to see how QNet ranks siblings
     parents = {child: node for node in root.subtree() for child in node.children.values()}
     pairs += [(parents[node].state, node.action, node.q) for node in root.subtree()[1:]]
 
 
 def regress(update: list[int]) -> None:
     for state, action, q in (pairs[i] for i in update):
-        # Eq. (11) is the mean over all tokens of (s, a); a tiny model learns more from the last one alone.
-        error = qnet(state, action) - q
-        (error.square() / len(update)).backward()
+        loss = (qnet(state, action) - q).square()  # (T,); Eq. (11) is its mean, loss.mean()
+        (loss[-1] / len(update)).backward()  # a tiny model learns more from the last token alone
 
 
 optimise(qnet, lr=1e-3, n=len(pairs), batch=16, epochs=2, backward=regress)
@@ -230,7 +233,7 @@ def episode(task: str, m: int, temperature: float) -> float:
     reward, done, t = 0.0, False, 0
     while not done and t < STEPS:  # line 4
         actions = distinct(draw(state, m, (task, 0, t), temperature))  # lines 5-6
-        values = [float(qnet(state, action)) for action in actions]  # line 7: Q(s, a)
+        values = [float(qnet(state, action)[-1]) for action in actions]  # line 7: Q(s, a)
         action = actions[values.index(max(values))]  # line 8: argmax_a Q(s, a)
         state, reward, done = step(env, state, action)  # lines 9-10
         t += 1
