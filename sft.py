@@ -7,7 +7,7 @@
     python sft.py --env webshop --model meta-llama/Llama-2-7b-chat-hf --expert webshop_sft.json
 
 The loss is the cross-entropy of the tokens that the agent writes. Instruction, observations and
-padding are context. `--model tiny` is a Llama of a million parameters with a tokenizer of its own,
+padding are context. `--model tiny` is a Llama of 0.7 M parameters with a tokenizer of its own,
 which reads with the aids of qlass/tiny.py. Any other model keeps its tokenizer and its chat
 template, and writes free text, "Thought: ... Action: ...", as in the paper.
 """
@@ -15,9 +15,7 @@ template, and writes free text, "Thought: ... Action: ...", as in the paper.
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import Field
+from typing import Any, ClassVar, Literal
 
 from qlass.outputs import answer_at_once, checkpoint
 from qlass.settings import Learning, Number, PositiveInt, not_in_recipe, read_settings, run_stage
@@ -41,7 +39,7 @@ class Config(Learning):
     max_tokens: PositiveInt = 4096  # where a trajectory is cut
     candidates: Literal["free", "valid"] = "free"  # what the agent may write
     layers: PositiveInt = 3  # of the tiny model
-    width: Annotated[int, Field(gt=0, multiple_of=64)] = 128  # of the tiny model's hidden states
+    heads: PositiveInt = 2  # of attention in the tiny model, of 64 numbers each
     plain: bool = not_in_recipe(False)  # for a model that reads no token trees, as --plain in play
 
 
@@ -221,7 +219,7 @@ def load(
     torch.manual_seed(config.seed)
     if start is None:
         texts = (text for demonstration in expert for _, text in demonstration.state.messages)
-        model, tokenizer = tiny_model(texts, config.layers, config.width)
+        model, tokenizer = tiny_model(texts, config.layers, config.heads)
         model.to(models.device_and_precision(config)[0])
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:

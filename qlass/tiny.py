@@ -112,10 +112,10 @@ TEMPLATE = (
 
 
 def tiny_model(
-    texts: Iterable[str], layers: int = 3, width: int = 128, vocabulary: int = 4096
+    texts: Iterable[str], layers: int = 3, heads: int = 2, vocabulary: int = 4096
 ) -> tuple[Any, Any]:
-    """A small Llama with random weights, and a byte-level BPE trained on these texts. width: of a
-    hidden state, a multiple of 64, which is the width of an attention head."""
+    """A small Llama with random weights, and a byte-level BPE trained on these texts. heads: of
+    attention, of 64 numbers each."""
     import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers.models import BPE
@@ -137,10 +137,10 @@ def tiny_model(
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
-        hidden_size=width,
-        intermediate_size=2 * width,
+        hidden_size=64 * heads,
+        intermediate_size=128 * heads,
         num_hidden_layers=layers,
-        num_attention_heads=width // 64,
+        num_attention_heads=heads,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         initializer_range=0.06,

@@ -77,7 +77,7 @@ def test_a_preset_says_all_that_the_outputs_of_a_run_depend_on_and_nothing_else(
         config = module.Config(**{"lr": 1, "epochs": 1, "batch": 1, "patience": 1} if module.Config.stage == "" else {})
         assert table.keys() - {"with_lora"} <= vars(config).keys()
         if module in STAGES:
-            of_tiny = {"layers", "width"} if file.parent.name == "paper" else set()
+            of_tiny = {"layers", "heads"} if file.parent.name == "paper" else set()
             assert {name for name, value in config.recipe().items() if value} - of_tiny <= table.keys()
 
 

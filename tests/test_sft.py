@@ -143,7 +143,7 @@ def clone(tmp_path, agent, fake_world):
 
 
 def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone):
-    agent = clone("--model", "tiny", "--batch", "1", "--n-expert", "4", "--layers", "1", "--width", "64")[0]
+    agent = clone("--model", "tiny", "--batch", "1", "--n-expert", "4", "--layers", "1", "--heads", "1")[0]
     assert (agent.model.config.num_hidden_layers, agent.model.config.hidden_size) == (1, 64)
     chat = agent.chat
     assert chat.rendering == Rendering(**AIDS | {"agreement": "OK", "stop": []})
