@@ -103,11 +103,9 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
         condition = line[0].condition
         colour = COLOURS.get(condition.method, ORACLE if condition.oracle else OTHER)
         look = {"color": colour, "marker": MARKERS[place % len(MARKERS)], "linestyle": "-:"[condition.oracle]}
-        costs = [group.mean("total") for group in line]
-        curve(axes, costs, [group.reward for group in line], label=fill(name, 80), **look)
-        for cost, group in zip(costs, line, strict=True):
-            point = cost, group.reward.mean
-            axes.annotate(group.condition.budget, point, (4, 5), textcoords="offset points", color=colour)
+        label = ", ".join([name, *(group.condition.budget for group in line)]).rstrip(", ")
+        costs, rewards = [group.mean("total") for group in line], [group.reward for group in line]
+        curve(axes, costs, rewards, label=fill(label, 80), **look)
     log_axis(axes, "tokens a task")
     axes.set_ylabel("mean reward, 95 % interval")
     figure.legend(loc="outside lower center")

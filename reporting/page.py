@@ -22,7 +22,7 @@ from reporting.results import Group, tables_of
 
 CAPTION = (
     "Higher at the same cost is better: where QLASS lies above the search by log-probability its QNet helps, and where "
-    "it lies above best-of-N it helps to choose within an episode."
+    "it lies above best-of-N it helps to choose within an episode. The points of a line are in the order of its legend."
 )
 FOLDED = ("Rules and oracles", "Protocol")
 

@@ -23,7 +23,7 @@ from qlass.settings import parse, run_stage
 from qlass.trees import children_of, read_trees
 from reporting.figures import INK, STYLE, save
 
-LETTERS = 12  # of an action, at most: what fits above an edge
+LETTERS = 13  # of an action, at most: what fits above an edge
 GOOD, BAD = "#aceebb", "#ffcecb"
 
 
@@ -31,7 +31,7 @@ GOOD, BAD = "#aceebb", "#ffcecb"
 class Config:
     run: Path = Path("runs/webshop")  # whose trees are read where none are named
     trees: Path | None = None  # q_labels.jsonl or trees.jsonl
-    task: str = ""  # whose tree (the first one)
+    task: str = ""  # whose tree (the largest one)
     out: Path | None = None  # the picture (RUN/tree_TASK.svg)
 
 
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     here = [config.run / name for name in ("q_labels.jsonl", "trees.jsonl")]
     path = config.trees or next((file for file in here if file.exists()), here[1])
     trees = {tree[0]["task_id"]: tree for tree in read_trees(path)}
-    task = config.task or next(iter(trees))
+    task = config.task or max(trees, key=lambda task: len(trees[task]))
     if task not in trees:
         raise UserError(f"{path}: no tree of task {task}; its tasks are {', '.join([*trees][:5])}, ...")
     out = config.out or path.with_name(f"tree_{re.sub('[^a-zA-Z0-9_.-]', '-', task)}.svg")

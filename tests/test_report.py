@@ -274,7 +274,7 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
 
 
 def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
-    """The task, each node's action and its q or its branch; without --task the first tree."""
+    """The task, each node's action and its q or its branch; without --task the largest tree."""
     lines = [node for node in read_jsonl(TREES) if node["task_id"] == "train_0"]
     unlabelled = [{k: v for k, v in node.items() if k not in ("q", "q_raw")} for node in lines]
     for nodes in (lines, unlabelled):
