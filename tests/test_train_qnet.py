@@ -48,6 +48,10 @@ def gradients(net: QNet, loss: torch.Tensor) -> list[torch.Tensor]:
     return torch.autograd.grad(loss, list(net.parameters()))
 
 
+def test_pairs_have_their_trees_task():
+    assert {pair.state.task for pair in TREE} == {FakeEnv.task}
+
+
 def test_the_loss_by_hand_of_a_pair_and_of_two_siblings():
     net, state = qnet(), State((("user", "walk"),))
     pair, sibling = Pair(state, "Action: left", 0.25), Pair(state, "Action: right", 1.0)
