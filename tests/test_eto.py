@@ -1,5 +1,6 @@
 """ETO: which pairs are made, the DPO loss by hand, packed pairs against trajectories one by one, and that it learns."""
 
+import itertools
 import math
 
 import pytest
@@ -13,7 +14,7 @@ from experiments.eto import Preference, dpo_loss, failures, pack_preferences, si
 from experiments.learning import Learner
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
-from qlass.messages import State, parse_action, react
+from qlass.messages import State, parse_action, react, replay
 from qlass.policy import Policy
 
 
@@ -21,13 +22,14 @@ def shown(line: dict) -> Demonstration:
     return Demonstration(line["task_id"], State.load(line["messages"]), line["reward"])
 
 
+def moves(*actions, task="train0"):
+    return list(replay(FakeEnv(), task, [react("hm", action) for action in actions]))
+
+
 def trajectory(*actions, reward=0.0, task="train0"):
     """A walk through the fake world as a line of expert.jsonl."""
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
-    for i, action in enumerate(actions[:-1]):
-        state = state.extended(react("hm", action), " ".join(["Observation: you stand at start", *actions[: i + 1]]))
-    messages = [*state.dump(), {"role": "assistant", "content": react("hm", actions[-1])}]
-    return {"task_id": task, "env": "fake", "task": state.task, "messages": messages, "reward": reward}
+    state = moves(*actions, task=task)[-1].state
+    return {"task_id": task, "env": "fake", "task": state.task, "messages": state.dump()[:-1], "reward": reward}
 
 
 def decisions(*actions, candidates="free"):
@@ -35,11 +37,9 @@ def decisions(*actions, candidates="free"):
 
 
 def test_decisions_are_what_the_agent_wrote_each_in_its_state():
-    line = trajectory("left", "right", "left")
-    last = State.load(line["messages"], line["task"])
-    written, chosen = decisions("left", "right", "left"), decisions("left", "right", "left", candidates="valid")
-    turns = [i for i, (role, _) in enumerate(last.messages) if role == "assistant"][1:]
-    expected = [(State(last.messages[:i], "find the purse"), last.messages[i][1]) for i in turns]
+    walk = "left", "right", "left"
+    written, chosen = decisions(*walk), decisions(*walk, candidates="valid")
+    expected = [(before.state, after.action) for before, after in itertools.pairwise(moves(*walk))]
     assert [(d.state, d.action) for d in written] == [(d.state, d.action) for d in chosen] == expected
     # "hm" is no thought of FakeEnv's.
     assert [set(d.valid) for d in chosen] == [{"Action: left", "Action: right", d.action} for d in chosen]
