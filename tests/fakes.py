@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
@@ -10,9 +9,7 @@ import multiprocessing
 import operator
 import os
 import socket
-import subprocess
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.process import BaseProcess
@@ -439,19 +436,3 @@ def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
-
-
-@contextlib.contextmanager
-def served(command: list, log: Path, **env: str) -> Iterator[str]:
-    """A real server by this command and a port; its URL once it listens."""
-    port = free_port()
-    with log.open("w") as out, subprocess.Popen(
-        [*command, "--port", port], stdout=out, stderr=out, env=os.environ | env
-    ) as process:  # fmt: skip
-        try:
-            while socket.socket().connect_ex(("127.0.0.1", int(port))):
-                assert process.poll() is None, log.read_text()[-3000:]
-                time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()

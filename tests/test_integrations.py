@@ -1,16 +1,20 @@
 """What other programs take of this one: QNet's values, vLLM's plug-in, games for TRL and OpenEnv, curves."""
 
 import importlib.util
+import os
 import runpy
 import shutil
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pydantic
 import pytest
 import torch
-from fakes import FakeEnv, chat_tokenizer, dump, served, settings_of
+from fakes import FakeEnv, chat_tokenizer, dump, free_port, settings_of
 from transformers import AutoModel, GemmaConfig, HeliumConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import envs
@@ -71,15 +75,23 @@ def test_vllm_reads_a_qnets_folder_and_gives_its_values(tmp_path, monkeypatch, k
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "")
     net = QNet(AutoModel.from_config(kind(vocab_size=len(chat.tokenizer), **SIZES)), chat, hidden=8).eval()
     net.save_pretrained(tmp_path)
-    serve = [VLLM, "serve", str(tmp_path), "--hf-overrides", '{"architectures": ["QNet"]}']
-    serve += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    env = dict(VLLM_TARGET_DEVICE="cpu", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    port, env = free_port(), {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    command = [VLLM, "serve", tmp_path, "--hf-overrides", '{"architectures": ["QNet"]}', "--port", port]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # with "" vLLM believes in Triton
-    with served(serve, tmp_path / "log", **env) as url:
-        there = ServedQNet(f"{url}/v1#{tmp_path}", settings_of(q_search))
-        asked = [Score(s, ("Action: left", "Action: right")) for s in (state, state.extended("Action: left", "you"))]
-        for mine, local in zip(there.score(asked), net.score(asked), strict=True):
-            assert mine == pytest.approx(local, abs=1e-4)
+    with subprocess.Popen(command, env=os.environ | env) as server:
+        try:
+            while socket.socket().connect_ex(("127.0.0.1", int(port))):
+                assert server.poll() is None
+                time.sleep(0.5)
+            there = ServedQNet(f"http://127.0.0.1:{port}/v1#{tmp_path}", settings_of(q_search))
+            later = state.extended("Action: left", "you")
+            asked = [Score(s, ("Action: left", "Action: right")) for s in (state, later)]
+            for mine, local in zip(there.score(asked), net.score(asked), strict=True):
+                assert mine == pytest.approx(local, abs=1e-4)
+        finally:
+            server.terminate()
 
 
 # ------------------------------------------------------------------------- a game for TRL's trainer, and OpenEnv's door
