@@ -245,36 +245,27 @@ def load(config: Config, env: envs.TextEnv, plan: Sequence[Any]) -> tuple[Chat, 
         raise UserError("--method likeliest: a server does not tell the pi(a | s) of its draws")
     outputs.check(config.path, config, config.recipe() | env.settings)
     sft = outputs.find_or_make(config.sft, "sft", "sft", config)
-    needs_q = any(method.needs_q for method in plan)
-    if needs_q:
-        find_qnet(config)
+    models: Models = {}
+    inputs: Inputs = {"sft": sft}
+    if any(method.needs_q for method in plan):
+        reader, inputs["qnet"] = load_scorer(config)
+        models[Score] = reader.score
     from qlass.agent import load_agent  # torch is loaded here
 
     agent = load_agent(sft, config, env)
-    models: Models = {Sample: agent.sample}
-    inputs: Inputs = {"sft": sft}
-    if needs_q:
-        reader, inputs["qnet"] = load_scorer(config)
-        models[Score] = reader.score
+    models[Sample] = agent.sample
     return agent.chat, models, inputs
-
-
-def find_qnet(config: Config) -> Path | None:
-    """The folder of QNet. None if it is behind a server."""
-    if config.qnet and "://" in config.qnet:
-        return None
-    named = Path(config.qnet) if config.qnet else None
-    return outputs.find_or_make(named, "train_qnet", "qnet", config)
 
 
 def load_scorer(config: Config) -> tuple[Any, Path]:
     """Return a function that answers Score requests, and the folder of its QNet."""
-    qnet = find_qnet(config)
-    if qnet is None:
+    if config.qnet and "://" in config.qnet:
         from qlass.served import ServedQNet
 
-        served = ServedQNet(str(config.qnet), config)
+        served = ServedQNet(config.qnet, config)
         return served, served.folder
+    named = Path(config.qnet) if config.qnet else None
+    qnet = outputs.find_or_make(named, "train_qnet", "qnet", config)
     from train_qnet import QNet, scorer
 
     return scorer(QNet.from_pretrained(qnet, config), config.plain, config.cache_gb), qnet

@@ -66,9 +66,7 @@ class Run:
     def recipe(self) -> dict:
         """The settings that the bytes of an output depend on."""
         fields = dataclasses.fields(self)
-        return {
-            f.name: getattr(self, f.name) for f in fields if not f.metadata.get("not_in_recipe")
-        }
+        return {f.name: getattr(self, f.name) for f in fields if not f.metadata}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
