@@ -235,8 +235,9 @@ def environment_class(name: str) -> type[TextEnv]:
     """The class of an environment by its name, or by MODULE:CLASS for one of your own."""
     module, _, kind = ENVIRONMENTS.get(name, name).partition(":")
     if not kind:
-        choice = f"there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
-        raise UserError(f"--env {name}: {choice}")
+        raise UserError(
+            f"--env {name}: there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
+        )
     with as_user_error(f"--env {name}", errors=ModuleNotFoundError):
         namespace = importlib.import_module(module)
     if not hasattr(namespace, kind):

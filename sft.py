@@ -94,8 +94,10 @@ def check_answers(expert: list[Demonstration], chat: Chat, limit: int) -> None:
         ends = state.opening + 2, len(state.messages)
         first, last = (sum(map(len, chat.message_tokens(state.prefix(n)))) for n in ends)
         if first > limit:
-            problem = f"demonstration {number}: its first action ends at token {first:,}, and"
-            raise UserError(f"{problem} {limit:,} are read (--max-tokens, or the model's context)")
+            raise UserError(
+                f"demonstration {number}: its first action ends at token {first:,}, and {limit:,}"
+                " are read (--max-tokens, or the model's context)"
+            )
         lost += last > limit
     if lost:
         warn(f"{lost} of {len(expert)} demonstrations lose their last actions: {limit:,} tokens")

@@ -105,8 +105,10 @@ def read_template(tokenizer: Any) -> Template:
     marks = marks_of(tokenizer)
     end = any_of(marks).search(after)
     if not (alike and end):
-        problem = "does not write all turns alike, opens thoughts, or ends no turn by a token"
-        raise UserError(f"its chat template {problem}")
+        raise UserError(
+            "its chat template does not write all turns alike, opens thoughts, or ends no turn by a"
+            " token"
+        )
     ask = max(ask, last, key=len)
     lead = ask[len(ask.rstrip(" ")) :]  # a space before a word is a part of the word
     stop, turn = after[: end.end()], after[end.end() :]
@@ -208,8 +210,10 @@ class Chat:
             warn("prompts beyond the model's context leave out their oldest turns")
             length -= len(lists.pop(front)) + len(lists.pop(front))
         if length > room:
-            problem = f"a prompt has {length:,} tokens even without old turns, of {room:,} at most"
-            raise UserError(f"{problem}: a smaller --max-new-tokens leaves more room")
+            raise UserError(
+                f"a prompt has {length:,} tokens even without old turns, of {room:,} at most:"
+                " a smaller --max-new-tokens leaves more room"
+            )
         return lists
 
     def prompt(self, state: State) -> list[int]:

@@ -68,8 +68,10 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
         raise UserError(f"{path}: holds no demonstration")
     train = {*env.split_ids("train")}
     if others := [line.task_id for line in expert if line.task_id not in train]:
-        problem = f"{path}: {len(others)} have no task_id of a training task (such as {others[0]})"
-        warn(f"{problem}, so they may be of test tasks")
+        warn(
+            f"{path}: {len(others)} have no task_id of a training task (such as {others[0]}), so"
+            " they may be of test tasks"
+        )
     return expert
 
 
@@ -94,9 +96,11 @@ def refuse_openings(expert: list[Demonstration], env: Any) -> None:
         if demonstration.task_id in train:
             expected = start(fork, str(demonstration.task_id)).messages
         if begin != expected:
-            problem = f"demonstration {number} begins with {[text[:60] for _, text in begin]}"
-            rule = "all begin with one instruction and agreement, and the goal stands behind them"
-            raise UserError(f"{problem}: {rule} (or, by task_id, as {env.name} begins the task)")
+            raise UserError(
+                f"demonstration {number} begins with {[text[:60] for _, text in begin]}: all begin"
+                " with one instruction and agreement, and the goal stands behind them"
+                f" (or, by task_id, as {env.name} begins the task)"
+            )
     fork.close()
 
 
@@ -122,9 +126,11 @@ def replay_all(expert: Iterable[Demonstration], env: Any) -> None:
             strange.append(task)
     fork.close()
     if strange:
-        fault = f"earn another reward here, or have no action that {env.name} knows"
-        problem = f"{len(strange)} demonstrations {fault}, such as that of task {strange[0]}"
-        warn(f"{problem} (python -m reporting.demonstration)")
+        warn(
+            f"{len(strange)} demonstrations earn another reward here, or have no action that"
+            f" {env.name} knows, such as that of task {strange[0]}"
+            " (python -m reporting.demonstration)"
+        )
 
 
 def demonstrations_of(checkpoint: Path) -> tuple[Path | None, int | None]:

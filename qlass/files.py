@@ -101,12 +101,15 @@ def files_of(folder: Path) -> list[Path]:
     files = sorted(itertools.chain(*map(folder.glob, LOADED)))
     weights = [file.name for file in files if file.match("model*.safetensors")]  # shards first
     if "model.safetensors" in weights[1:]:
-        problem = f"{weights[0]} and model.safetensors are of two savings: move one away"
-        raise UserError(f"{folder}: {problem}")
+        raise UserError(
+            f"{folder}: {weights[0]} and model.safetensors are of two savings: move one away"
+        )
     merged = (folder / "policy.json").exists()  # a checkpoint of ours keeps its adapter
     if adapters := list(folder.glob("adapter_config.json" if merged else "**/adapter_config.json")):
-        problem = "is an adapter's: merge it with its base first (docs/models.md)"
-        raise UserError(f"{folder}: {adapters[0].relative_to(folder)} {problem}")
+        raise UserError(
+            f"{folder}: {adapters[0].relative_to(folder)} is an adapter's: merge it with its base"
+            " first (docs/models.md)"
+        )
     return files
 
 

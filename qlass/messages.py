@@ -81,8 +81,9 @@ def step(env: Any, state: State, action: str) -> tuple[State, float, bool]:
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))
     done = bool(terminated or truncated)
     if not 0 <= reward <= 1 or (reward and not done):
-        rule = "the last step earns 0 to 1, others 0"
-        raise UserError(f"{env.name}: {action!r} earns {reward}: {rule}")
+        raise UserError(
+            f"{env.name}: {action!r} earns {reward}: the last step earns 0 to 1, others 0"
+        )
     return state.extended(action, env.message(observation)), float(reward), done
 
 
@@ -113,8 +114,10 @@ def replay(env: Any, task_id: str, recorded: Sequence[str] | None = None) -> Ite
         for n, action in enumerate(actions, 1):
             state, reward, done = step(env, state, action)
             if done and recorded and n < len(recorded):
-                ended = f"{n} of {len(recorded)} recorded actions end the episode"
-                raise UserError(f"{env.name}: task {task_id}: {ended}")
+                raise UserError(
+                    f"{env.name}: task {task_id}: {n} of {len(recorded)} recorded actions end the"
+                    " episode"
+                )
             yield Move(action, state, reward, done)
             if done:
                 break

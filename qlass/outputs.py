@@ -182,8 +182,9 @@ def check(output: Path, config: Run, settings: dict, inputs: Iterable[str] = ())
         return recipe
     old = meta_of(output)["recipe"]
     if not old:
-        problem = "is there without its .meta.json, so not of this command: move it"
-        raise UserError(f"{output}: {problem}")
+        raise UserError(
+            f"{output}: is there without its .meta.json, so not of this command: move it"
+        )
     names = [name for name in sorted(old.keys() & recipe.keys()) if old[name] != recipe[name]]
     if "precision" in names and recipe["precision"] is None:
         names.remove("precision")

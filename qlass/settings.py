@@ -204,8 +204,10 @@ def by_types(kind: type[C], values: dict, place: str) -> C:
 def other_kind(config: Run, model: str) -> UserError:
     """A model that is not of the run's kind."""
     other = "paper" if config.preset == "tiny" else "tiny"
-    way = f"name another --run, and begin it with --preset {other}"
-    return UserError(f"{model}: {config.run} has the settings of --preset {config.preset}: {way}")
+    return UserError(
+        f"{model}: {config.run} has the settings of --preset {config.preset}: name another --run,"
+        f" and begin it with --preset {other}"
+    )
 
 
 def preset_file(config: Run) -> Path:

@@ -214,8 +214,10 @@ class Training:
         padding. UserError, before anything is written, for an update that is not finite."""
         gradient = whole(norm).item()
         if not math.isfinite(loss + gradient):
-            problem = f"loss {loss}, gradient {gradient}: it has diverged"
-            raise UserError(f"{self.out}: {problem}: --overwrite and a lower --lr")
+            raise UserError(
+                f"{self.out}: loss {loss}, gradient {gradient}: it has diverged: --overwrite and a"
+                " lower --lr"
+            )
         lr = self.optimizer.param_groups[0]["lr"]
         self.write({"step": self.step + 1, "loss": loss, "lr": lr, "tokens": tokens})
         self.bar.update()

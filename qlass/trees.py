@@ -26,8 +26,9 @@ def read_trees(path: Path, kind: Any = Node) -> Iterator[list[dict]]:
         for i, node in enumerate(tree):
             parents: Any = range(i) if i else [None]
             if node["node_id"] != i or node["parent_id"] not in parents:
-                problem = f"node {i} is not in its place, or has no parent before it"
-                raise UserError(f"{path}: task {task}: {problem}")
+                raise UserError(
+                    f"{path}: task {task}: node {i} is not in its place, or has no parent before it"
+                )
         yield tree
     if not tasks:
         raise UserError(f"{path}: holds no tree")
