@@ -315,8 +315,8 @@ def build(
             root = await explorer.explore(None if config.no_expert else demonstrations)
             return tree_records(env, task_id, root, explorer.rewards)
 
-        growing = map(tree_of, todo)
-        groups = drive(growing, {Sample: agent.sample}, config.in_flight or env.side_by_side)
+        side_by_side = config.in_flight or env.side_by_side
+        groups = drive(map(tree_of, todo), {Sample: agent.sample}, side_by_side)
         trees.write(groups, "trees", len(todo))
     counts = tree_metrics(trees.records)
     trees.finish(tasks, tasks=list(trees.groups), **counts)

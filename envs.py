@@ -277,10 +277,9 @@ def from_config(config: Run) -> TextEnv:
         check(env)
     files = contents_of(options)
     places = {*files, "cache"}
-    words = [word for word in config.env_option if word.partition("=")[0] not in places]
     env.settings = {
         "env": config.env,
-        "env_option": tuple(words),
+        "env_option": tuple(w for w in config.env_option if w.partition("=")[0] not in places),
         "env_files": files,
         "env_version": env.version,
     }

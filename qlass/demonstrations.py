@@ -33,9 +33,13 @@ class Demonstration:
 def demonstrate(env: Any, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
     *_, end = replay(env, task_id)
-    messages = end.state.dump()[:-1]  # up to the last action
-    line = {"task_id": task_id, "env": env.name, "task": end.state.task, "messages": messages}
-    return line | {"reward": end.reward}
+    return {
+        "task_id": task_id,
+        "env": env.name,
+        "task": end.state.task,
+        "messages": end.state.dump()[:-1],  # up to the last action
+        "reward": end.reward,
+    }
 
 
 def collect(env: Any, config: Run, most: int | None) -> Path:

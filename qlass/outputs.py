@@ -161,10 +161,10 @@ def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
 
 def code_version() -> str:
     """The commit of this code, "-dirty" behind it if files differ; empty where git has none."""
-    words = "describe --always --dirty --abbrev=7 --exclude=*"
-    git = ["git", "-C", str(Path(__file__).parent), *words.split()]
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     with contextlib.suppress(OSError):
-        return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        place = Path(__file__).parent
+        return subprocess.run(git, cwd=place, capture_output=True, text=True).stdout.strip()
     return ""
 
 

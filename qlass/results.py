@@ -23,8 +23,9 @@ def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
         for action, score in zip(step.candidates, step.scores, strict=True):
             q = round(float(score), 4) if math.isfinite(score) else None
             candidates.append({"action": action, "q": q})
-        line = {"action": step.action, "observation": step.observation, "candidates": candidates}
-        steps.append(line)
+        steps.append(
+            {"action": step.action, "observation": step.observation, "candidates": candidates}
+        )
     return {
         "task": best[0].state.task,
         "reward": best[-1].reward,

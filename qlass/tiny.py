@@ -111,9 +111,7 @@ TEMPLATE = (
 )
 
 
-def tiny_model(
-    texts: Iterable[str], layers: int = 3, heads: int = 2, vocabulary: int = 4096
-) -> tuple[Any, Any]:
+def tiny_model(texts: Iterable[str], layers: int = 3, heads: int = 2) -> tuple[Any, Any]:
     """A small Llama with random weights, and a byte-level BPE trained on these texts. heads: of
     attention, of 64 numbers each."""
     import transformers
@@ -123,14 +121,18 @@ def tiny_model(
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<end>", "<user>"]
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    options: Any = {"min_frequency": 2, "special_tokens": special, "initial_alphabet": letters}
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False, **options)
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,
+        min_frequency=2,
+        special_tokens=["<pad>", "<end>", "<user>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     bpe.train_from_iterator(texts, trainer)
     bpe.add_tokens([MARK, AddedToken("[SEP]", lstrip=True)])
-    tokens = {"pad_token": "<pad>", "eos_token": "<end>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **tokens)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", eos_token="<end>"
+    )
     tokenizer.chat_template = TEMPLATE
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
