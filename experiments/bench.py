@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ N = 4  # candidates
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    model: str | None = None  # checkpoint that writes the texts (a tiny random Llama)
+    model: Path | None = None  # checkpoint that writes the texts (a tiny random Llama)
 
 
 def line(name: str, plain: float, fast: float, unit: str) -> str:
@@ -71,7 +72,7 @@ def rounds_of(env: envs.TextEnv, chat: Chat, episodes: int, skip: int = 4, steps
     return rounds[skip:]
 
 
-def texts(path: str | None) -> str:
+def texts(path: Path | None) -> str:
     env = envs.make("webshop")
     model, chat = models.load(path, Sampling(plain=True)) if path else random_agent(env, "free")
     chat = Chat(chat.tokenizer, Rendering(max_new_tokens=TEXT, stop=()), chat.context)

@@ -37,13 +37,13 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def load(
-    path: str | Path,
+    path: Path,
     config: Model,
     train: bool = False,
     kind: Any = hf.AutoModelForCausalLM,
     body: bool = False,
 ) -> tuple[Any, Chat]:
-    """The model in a folder or of a hub name, and its Chat.
+    """The model in a folder, and its Chat.
 
     train: in float32, as an AdamW step of 1e-5 is under half a bf16 step of a weight above .005.
     kind: hf.AutoModel for a saved QNet's backbone. body: without the output layer. The processes of
@@ -70,7 +70,7 @@ def load(
 
     chat = load_chat(path, config)
     with as_user_error(path, SUPPORTED, UserError):
-        if (Path(path) / "qnet.json").exists() and kind is hf.AutoModelForCausalLM:
+        if (path / "qnet.json").exists() and kind is hf.AutoModelForCausalLM:
             raise UserError("a QNet, which is no agent")
         with in_turn():
             with as_user_error("its weights"):
@@ -89,9 +89,9 @@ def load(
     return model, chat
 
 
-def load_chat(path: str | Path, config: Model) -> Chat:
+def load_chat(path: Path, config: Model) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
-    files_of(Path(path))
+    files_of(path)
     with as_user_error(path, SUPPORTED, UserError):
         with as_user_error("its config"):
             settings = hf.AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -100,13 +100,13 @@ def load_chat(path: str | Path, config: Model) -> Chat:
         ropes = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
         if others := {part.get("rope_type", "default") for part in ropes} - POSITIONS:
             raise UserError(f"positions of kind {min(others)}")
-        pieces = Path(path) / "tokenizer.model"  # which programs read in ways that differ
+        pieces = path / "tokenizer.model"  # which programs read in ways that differ
         if pieces.exists() and not pieces.with_suffix(".json").exists():
             raise UserError("a tokenizer.model without a tokenizer.json")
         with as_user_error("its tokenizer"):
             tokenizer = hf.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         ends = getattr(settings, "eos_token_id", None)
-        file = Path(path) / "generation_config.json"
+        file = path / "generation_config.json"
         if file.exists():
             ends = read_json(file).get("eos_token_id", ends)
         ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two

@@ -43,7 +43,7 @@ class Config(Run):
 def chat_of(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> Chat:
     sft = config.run / "sft"
     if config.model or sft.exists():
-        return load_chat(config.model or sft, Rendering() if config.model else Rendering.load(sft))
+        return load_chat(Path(config.model or sft), Rendering() if config.model else Rendering.load(sft))
     texts = (text for demonstration in expert for _, text in demonstration.state.messages)
     return Chat(tiny_model(texts)[1], Rendering(**AIDS, markov=env.markov))
 
