@@ -66,8 +66,7 @@ def write_labels(config: Config, values: Values = q_values) -> None:
     anew = dataclasses.replace(config, overwrite=config.overwrite or any(changed_inputs(out)))
     # Targets of experiments.targets are labels of the same name.
     meta = begin(out, anew, {"target": "q"} | config.recipe(), {"trees": path})
-    tasks = [tree[0]["task_id"] for tree in labelled]
-    write_json(meta_path(out), meta | {"tasks": tasks, "trees": len(labelled)})
+    write_json(meta_path(out), meta | {"trees": len(labelled)})
     write_jsonl(out, chain(*labelled))
     flat = sum(not any(node["q"] for node in tree) for tree in labelled)
     print(f"{out}: {len(labelled)} trees, {flat} of them with all values equal (q = 0)")

@@ -319,7 +319,7 @@ def build(
         groups = drive(map(tree_of, todo), {Sample: agent.sample}, side_by_side)
         trees.write(groups, "trees", len(todo))
     counts = tree_metrics(trees.records)
-    trees.finish(tasks, tasks=list(trees.groups), **counts)
+    trees.finish(tasks, **counts)
     print(f"{trees.path}: {counts}")
 
 
