@@ -1,6 +1,6 @@
 """Games for ALFWorld without its download: made-up rooms in ALFWorld's own files and folders.
 
-    python data/make_alfworld.py [--seed 0] [--train 2000] [--full] [--out data/generated/alfworld-0]
+    python data/make_alfworld.py [--seed 0] [--train 2000] [--out data/generated/alfworld-0]
 
 Writes `json_2.1.1/{train,valid_seen,valid_unseen}/<task>/<trial>/game.tw-pddl`: all six task types over kitchens,
 living rooms, bedrooms and bathrooms, numbered as in ALFWorld (1-30, 201-230, 301-330, 401-430). A number is a layout:
@@ -10,8 +10,7 @@ before it is written. The same seed gives the same bytes. The evaluation splits 
 EVALUATION: raise EVALUATION once choices have been made in view of their results, and training stays as it is.
 
 Domain and grammar are the same in every game of ALFWorld and half of its size, so a file holds only the lines of the
-grammar that differ. `--full` writes complete files, from the `alfworld` package (requirements-alfworld.txt), for
-programs that read the files themselves; `--env-option engine=textworld` completes a file as it loads the game.
+grammar that differ.
 """
 
 from __future__ import annotations
@@ -222,31 +221,25 @@ action PutObject {
 '''
 
 
-def write(folder: Path, seed: int, train: int, full: bool = False) -> Path:
+def write(folder: Path, seed: int, train: int) -> Path:
     def fill(fresh: Path) -> None:
         for path, content in games(seed, train):
             file = fresh / "json_2.1.1" / path
             file.parent.mkdir(parents=True)
-            if full:
-                from environments.alfworld.textworld import with_grammar
-
-                content = with_grammar(content)
-                kind = {"task_type": path.split("/")[1].split("-")[0]}  # all that ALFWorld's own loader asks of it
-                (file.parent / "traj_data.json").write_text(json.dumps(kind))
             file.write_text(json.dumps(content), encoding="utf-8")
 
-    return place(folder, made_by(seed, train, full), fill)
+    return place(folder, made_by(seed, train), fill)
 
 
-def made_by(seed: int, train: int, full: bool) -> str:
+def made_by(seed: int, train: int) -> str:
     digest = hashlib.sha256(Path(__file__).read_bytes() + TABLES.read_bytes()).hexdigest()
-    return f"{digest} --seed {seed} --train {train}{' --full' * full}\n"
+    return f"{digest} --seed {seed} --train {train}\n"
 
 
 def ensure(seed: int = 0, where: Path | None = None) -> Path:
     """The folder of the default games, made on first use and again when this file or its tables have changed."""
     folder = (where or GENERATED) / f"alfworld-{seed}"
-    if not any(is_made(folder, made_by(seed, TRAIN, full)) for full in (False, True)):
+    if not is_made(folder, made_by(seed, TRAIN)):
         print(f"making ALFWorld games in {folder} ...", file=sys.stderr)
         write(folder, seed, TRAIN)
     return folder
@@ -256,7 +249,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=TRAIN, help=f"training games (default: {TRAIN})")
-    parser.add_argument("--full", action="store_true", help="complete files, with domain and grammar")
     parser.add_argument("--out", type=Path, help="default: data/generated/alfworld-SEED, with --train -SEED-TRAIN")
     args = parser.parse_args()
     from qlass import UserError
@@ -266,6 +258,6 @@ if __name__ == "__main__":
         parser.error(f"--out {out}: holds something else; name a new or empty folder")
 
     try:
-        print(write(out, args.seed, args.train, args.full))
+        print(write(out, args.seed, args.train))
     except UserError as error:
         parser.error(str(error))

@@ -1,29 +1,26 @@
-"""ALFWorld behind `envs.TextEnv`: its rules are engine.py's, or TextWorld's own."""
+"""ALFWorld behind `envs.TextEnv`: its rules are engine.py's."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from data import make_alfworld
 from environments import writable
 from envs import TextEnv
-from qlass import UserError
 
-from . import engine, expert, games, plans, textworld
+from . import engine, expert, games, plans
 from .engine import PUT, PUT_ANSWERS
 
 
 class ALFWorldEnv(TextEnv):
-    """ALFWorld's household tasks on our engine of its game files (engine.py), or on TextWorld itself.
+    """ALFWorld's household tasks on our engine of its game files (engine.py).
 
     data: folder with json_2.1.1/ as ALFWorld ships it; None: the bundled generator's games,
     made when they are first asked for.
-    engine: "python", or "textworld" for the original (requirements-alfworld.txt).
     PUT in an instruction stands for the wording of a game's own grammar.
     thoughts: whether candidates and the expert have them; they restate the task and all texts so far. Where the task
     is an annotator's sentence there are none, and the expert knows the game's goal.
@@ -45,17 +42,12 @@ class ALFWorldEnv(TextEnv):
     def __init__(
         self,
         data: str | Path | None = None,
-        engine: str = "python",
         thoughts: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.thoughts = thoughts
-        if engine not in ("python", "textworld"):
-            raise UserError(f"alfworld: unknown engine {engine!r}: choose python or textworld")
-        if engine == "textworld":
-            textworld.package()  # says what to install
-        self.engine, self.seed = engine, seed
+        self.seed = seed
         if data:
             self.games = games.Games(data)
         self.loaded, self.template = "", self.instruction  # no task yet
@@ -65,10 +57,6 @@ class ALFWorldEnv(TextEnv):
     def games(self) -> games.Games:
         """The bundled ones: a command that is refused before it asks for a task has made none."""
         return games.Games(make_alfworld.ensure(self.seed, writable(make_alfworld.GENERATED)))
-
-    @property
-    def version(self) -> str:
-        return TextEnv.version if self.engine == "python" else metadata.version("textworld")
 
     def split_ids(self, split: str) -> list[str]:
         return self.games.ids(split)
@@ -100,21 +88,19 @@ class ALFWorldEnv(TextEnv):
 
     def _load(self, task_id: str) -> None:
         if task_id != self.loaded:
-            game = self.games.load(task_id)
-            self.player = game if self.engine == "python" else textworld.TextWorldGame(self.games.path(task_id))
-            self.game = game
-            self.instruction = self.template.replace("PUT", PUT[game.old].format("{obj}", "{recep}"))
+            self.game = self.games.load(task_id)
+            self.instruction = self.template.replace("PUT", PUT[self.game.old].format("{obj}", "{recep}"))
             self.loaded = task_id
 
     def begin(self, task_id: str) -> str:
         self._load(task_id)
-        self.state, self.feedback = self.player.start, self.player.first
+        self.state, self.feedback = self.game.start, self.game.first
         observation = self.feedback.removeprefix(engine.BANNER)
         self.memory = expert.Memory.first(observation, self.game.goal, self.games.rates, self.game.old)
         return observation
 
     def act(self, action: str) -> tuple[str, float, bool]:
-        self.state, self.feedback = self.player.step(self.state, action)
+        self.state, self.feedback = self.game.step(self.state, action)
         observation = re.sub(r"^You arrive at loc \d+\. ", "", self.feedback.strip())
         self.memory = self.memory.after(action.strip(), observation, self.state.commands)
         return observation, float(self.state.won), self.state.won
@@ -167,8 +153,6 @@ class ALFWorldEnv(TextEnv):
 
         It is the best player's value. The agent may not propose the best actions, so it is no ceiling for a QNet.
         """
-        if self.engine != "python":
-            raise UserError("alfworld: plans need engine='python': TextWorld hides its state")
         way = plans.plan(self.game, self.state)
         if way is None or (self.max_steps is not None and self.steps + len(way) > self.max_steps):
             return 0.0
