@@ -14,8 +14,6 @@ is never below a sign test's, is .05 or more.
 from __future__ import annotations
 
 import dataclasses
-import os
-import tempfile
 from itertools import chain
 from pathlib import Path
 
@@ -33,26 +31,23 @@ TREES = ("q_labels.jsonl", "trees.jsonl")  # of a run, for the viewer: the first
 class Config:
     results: Positional[tuple[str, ...]] = ()  # results*.jsonl or run folders; LABEL=PATH names one
     run: Path = Path("runs/webshop")  # whose results are read where none are named
-    trees: Path | None = None  # q_labels.jsonl or trees.jsonl to show (the run folder's)
-    out: Path | None = None  # the page; its tables go beside it (RUN/report.html)
+    trees: Path | None = None  # q_labels.jsonl or trees.jsonl to show (the first run folder's)
+    out: Path | None = None  # the page; its tables go beside it (report.html of the first run folder)
     expected: Path | None = None  # CSV of ranges: says whether the rewards lie within them
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
-    os.environ.setdefault("HOME", tempfile.gettempdir())  # matplotlib asks for it
-    os.environ["MPLBACKEND"] = "agg"  # not a notebook's, which needs its packages
     from reporting import expected, page, tables
     from reporting.results import read_results, result_files
 
     sources = list(result_files(config.results or [str(config.run)]))
     inputs = [path for _, path in sources]
     runs = list(dict.fromkeys(path.parent for path in inputs))
-    run = runs[0] if config.results and config.run == Config.run else config.run
-    out = config.out or run / "report.html"
+    out = config.out or runs[0] / "report.html"
     if out.suffix != ".html":
         raise UserError(f"{out}: the page is HTML: name it .html")
-    trees = config.trees or next((path for path in map(run.joinpath, TREES) if path.exists()), None)
+    trees = config.trees or next((path for path in map(runs[0].joinpath, TREES) if path.exists()), None)
     files = [*inputs, trees] if trees else inputs
     warnings = list(dict.fromkeys(chain.from_iterable(map(changed_inputs, files))))
     groups = read_results(sources, warnings)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qlass import UserError
+from qlass.records import as_user_error
 from reporting.results import Condition, Group
 
 COLUMNS = {"environment": str, "method": str, "M": int, "N": int, "select": str, "low": float, "high": float}
@@ -13,10 +13,8 @@ COLUMNS = {"environment": str, "method": str, "M": int, "N": int, "select": str,
 
 def read_ranges(path: Path) -> pd.DataFrame:
     """The lines of a CSV with these columns, each about a method in an environment."""
-    try:
+    with as_user_error(f"{path}: no table of {','.join(COLUMNS)}"):
         return pd.read_csv(path, dtype=COLUMNS)[[*COLUMNS]].fillna({"select": ""})
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{path}: no table of {','.join(COLUMNS)} ({error})") from None
 
 
 def verdicts(groups: Sequence[Group], ranges: pd.DataFrame) -> list[str]:

@@ -82,9 +82,6 @@ def table(rows: pd.DataFrame) -> str:
         return ""
     if rows["environment"].nunique() == 1:  # the figures say it: narrow screens need the place
         rows = rows.drop(columns="environment")
-    rows = rows.map(
-        lambda text: text.replace(", ", ",\u00a0").replace(" [", "\u00a0[")
-    )  # an interval stays on one line
     with pd.option_context("display.max_colwidth", None):
         return f'<div class="wide" tabindex="0">{rows.to_html(index=False, border=0)}</div>'
 
