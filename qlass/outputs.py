@@ -23,6 +23,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -222,6 +223,7 @@ class Output:
         self.part = parts_folder(path) / f"{rank}-of-{n}.jsonl"
         self.lock = lock(path.with_name(f"{path.name}.{rank}-of-{n}") if n > 1 else path)
         self.meta = begin(path, config, settings, inputs)
+        self.began = time.monotonic()
         self.read()
 
     @property
@@ -271,6 +273,7 @@ class Output:
             for key in plan:  # in this order, behind what it has
                 if key not in self.named:
                     self.groups[key] = self.groups.pop(key)
+            figures["seconds"] = round(time.monotonic() - self.began, 1)
             write_json(meta_path(self.path), self.meta | figures)
             write_jsonl(self.path, self.records)
             shutil.rmtree(self.part.parent, ignore_errors=True)

@@ -11,6 +11,7 @@ is the first one's decision.
 """
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -155,6 +156,7 @@ class Training:
         self.states = parts_folder(out)
         self.path = out.with_name(out.name + ".log.jsonl")
         self.lines: list[dict] = []
+        self.began = time.monotonic()
         if is_first():
             self.lock = lock(out)
             self.meta = begin(out, config, config.recipe() | settings, inputs)
@@ -171,6 +173,7 @@ class Training:
         self.steps = sum(map(len, self.order))
         if (self.states / "last").exists():
             self.lines = self.load("last")
+        self.read_before = self.tokens
         if is_first():
             write_jsonl(self.path, self.lines)
         self.bar = tqdm(None, self.out.name, self.steps, initial=self.step, mininterval=0.5)
@@ -190,6 +193,11 @@ class Training:
     def step(self) -> int:
         """The number of finished updates."""
         return len(self.lines) - len(self.curve)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in all updates."""
+        return sum(line.get("tokens", 0) for line in self.lines)
 
     @property
     def best_epoch(self) -> int:
@@ -270,7 +278,9 @@ class Training:
     def finish(self, save: Callable[[], None], **figures: Any) -> dict:
         """Write the metadata, with these figures, and the checkpoint; returns the figures."""
         figures |= {"steps": self.step, "curve": self.curve, "best_epoch": self.best_epoch}
-        figures["tokens"] = sum(line.get("tokens", 0) for line in self.lines)
+        seconds = time.monotonic() - self.began
+        figures |= {"tokens": self.tokens, "seconds": round(seconds, 1)}
+        figures["tokens_per_second"] = round((self.tokens - self.read_before) / seconds)
         figures["loss"] = self.curve[self.best_epoch - 1]["loss"]
         gather(self.model)
         if is_first():
