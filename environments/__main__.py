@@ -24,7 +24,10 @@ def play(env: envs.TextEnv, seed: int) -> None:
     print(f"{env.instruction}\n\n{observation}")
     reward, ends = 0.0, [False]
     while not any(ends):
-        action = input("> ")
+        try:
+            action = input("> ")
+        except EOFError:
+            break
         if action:
             observation, reward, *ends, info = env.step(action)
         print(observation if action else " | ".join(info["valid_actions"]))

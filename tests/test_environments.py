@@ -1,6 +1,7 @@
 """What every environment keeps to, the check of its rules, the order of tasks, and options of a class of one's own."""
 
 import copy
+import io
 import itertools
 import math
 import random
@@ -290,6 +291,10 @@ def test_a_person_plays_a_task(monkeypatch, capsys):
     told = capsys.readouterr().out
     assert told.startswith("You switch lamps") and "switch violet | done\nOn: red.\n" in told
     assert "reward 0" in told and told.endswith("after 2 steps\n")
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.stdin", io.StringIO("switch red\n"))  # and Ctrl-D
+    main(["--env", FLAG, "--play", "--seed", "1"])
+    assert capsys.readouterr().out.endswith("reward 0 after 1 steps\n")
 
 
 def test_a_class_of_ones_own_is_checked_at_its_first_use(tmp_path, monkeypatch):
