@@ -3,6 +3,9 @@
 No model and no stage of the pipeline is needed here.
 """
 
+import qlass as qlass  # first: it says in one line which package is missing
+
+# isort: split
 import hashlib
 import inspect
 import json
