@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from qlass.files import meta_path, write_json, write_jsonl
 from qlass.outputs import begin, changed_inputs, find_or_make
-from qlass.settings import Number, Run, not_in_recipe, read_settings, run_stage
+from qlass.settings import Run, Share, not_in_recipe, read_settings, run_stage
 from qlass.trees import children_of, read_trees
 
 
@@ -29,7 +29,7 @@ class Config(Run):
 
     trees: Path | None = not_in_recipe(None)  # RUN/trees.jsonl, made if missing
     out: Path | None = not_in_recipe(None)  # RUN/q_labels.jsonl
-    gamma: Number = 0.9  # of Eq. (7)
+    gamma: Share = 0.9  # of Eq. (7)
 
 
 # A tree is the list of its nodes, parents before children.

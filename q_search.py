@@ -241,6 +241,8 @@ def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:
 
 def load(config: Config, env: envs.TextEnv, plan: Sequence[Any]) -> tuple[Chat, Models, Inputs]:
     """Return the agent's Chat, a function for each type of request, and both models' folders."""
+    if not plan:
+        raise UserError("no method to play: --method and -M have one value or more")
     if config.server and any(method.by == "likelihood" for method in plan):
         raise UserError("--method likeliest: a server does not tell the pi(a | s) of its draws")
     outputs.check(config.path, config, config.recipe() | env.settings)
@@ -285,8 +287,6 @@ def evaluate(
     A method needs `settings()` (the fields that identify it), `str()`, and `play(env, task_id,
     chat)`, a coroutine that returns the outcome. inputs: the folders that results are made from.
     """
-    if not plan:
-        raise UserError("no method to play: --method and -M have one value or more")
     settings = config.recipe() | env.settings
     out = outputs.Output(config.path, config, settings, inputs, results.identity)
     shared = {"env": env.name, "split": config.split, "label": config.label or ""}

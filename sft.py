@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from qlass import UserError
 from qlass.outputs import answer_at_once, checkpoint
 from qlass.settings import Learning, Number, PositiveInt, not_in_recipe, read_settings, run_stage
 
@@ -45,6 +46,10 @@ class Config(Learning):
 
 def start_of(config: Config) -> Path | None:
     """The folder of the model that is to be cloned. None: the tiny model."""
+    if config.expert and not config.expert.exists():
+        raise UserError(f"{config.expert}: no such file")
+    if config.model == "tiny" and config.lora:
+        raise UserError("--lora: the tiny model's own weights are to be trained")
     return None if config.model == "tiny" else checkpoint(config.model)
 
 
@@ -56,7 +61,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 import envs
-from qlass import UserError, demonstrations, models, training
+from qlass import demonstrations, models, training
 from qlass.chat import Chat, Rendering, any_of
 from qlass.demonstrations import Demonstration
 from qlass.device import wait
@@ -185,9 +190,9 @@ def train(
             portions = training.micro_batches(batch, len, config.micro_tokens)
             for portion, counts in training.my_share(portions):
                 with training.autocast(config):
-                    micro_loss = counts * loss_of(model, portion) / n  # Eq. (5), per token
-                micro_loss.backward()  # gradients accumulate
-                loss += micro_loss.item()
+                    micro_loss = loss_of(model, portion) / n  # Eq. (5), per token
+                (counts * micro_loss).backward()  # gradients accumulate
+                loss += counts * micro_loss.item()
             loss = training.all_reduce(model, loss)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for param_group in optimizer.param_groups:

@@ -116,7 +116,7 @@ def as_user_error(
     except errors as error:
         if out_of_memory(error):
             raise
-        words = str(error) or repr(error)
+        words = getattr(error, "strerror", None) or str(error) or repr(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -25,6 +25,7 @@ from qlass.files import atomic
 from qlass.records import as_user_error, out_of_memory
 
 PRESETS = Path(__file__).with_name("presets")  # KIND/ENV.toml
+Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UNNAMED = Path("runs/ENV")
 C = TypeVar("C")
@@ -213,8 +214,9 @@ def other_kind(config: Run, model: str) -> UserError:
 def preset_file(config: Run) -> Path:
     """The settings of a new run."""
     tiny = getattr(config, "model", "tiny") == "tiny"
-    file = PRESETS / (config.preset or ("tiny" if tiny else "paper")) / f"{config.env}.toml"
-    return file if file.exists() else file.with_name("any.toml")
+    folder = PRESETS / (config.preset or ("tiny" if tiny else "paper"))
+    file = folder / f"{config.env}.toml"
+    return file if file.exists() else folder / "any.toml"
 
 
 def write_settings(config: Run) -> None:

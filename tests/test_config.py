@@ -23,7 +23,7 @@ MODULES = [*STAGES, *(importlib.import_module(f"experiments.{name}") for name in
 
 
 @pytest.mark.parametrize(
-    ("stage", "flags"), [(q_search, ["-M", "0"]), (bellman, ["--gamma", "nan"]), (sft, ["--lr", "inf"])]
+    ("stage", "flags"), [(q_search, ["-M", "0"]), (bellman, ["--gamma", "1.5"]), (sft, ["--lr", "inf"])]
 )
 def test_a_number_that_no_stage_can_work_with_is_refused(stage, flags):
     with pytest.raises(UserError, match="Input should be "):
