@@ -7,14 +7,13 @@
 
 For each training task the agent plays rollouts from the root, then from the nodes of branches that
 scored. A node is expanded while it has fewer than W children and its depth is at most D. A
-branch without reward queues nothing, not even the node that it began at (--prune tail: that node,
-and the branch's first one).
+branch without reward queues nothing. With --prune tail it queues its first two nodes.
 
-The paper grows trees on the tasks that the agent was cloned from (--tasks cloned). --tasks new are
-all training tasks from the far end of the list, where the agent was cloned from the fewest.
+The paper grows trees on the tasks that the agent was cloned from (--tasks cloned). --tasks new
+takes training tasks from the end of the list: an agent is cloned from the tasks at its beginning.
 
 Where the paper leaves a choice:
-- The expanded node joins its new branch in the queue. Otherwise no node would get W children.
+- The queue gets the expanded node again, with its new branch. Else no node would get W children.
 - Two actions that the environment executes alike are one child. If all draws repeat old children,
   the rollout follows one of them. If it leaves the old nodes further down, it adds a child there,
   even to a node that has W. At most W + EXTRA_ROLLOUTS rollouts begin at a node.
@@ -53,7 +52,8 @@ from qlass.trees import tree_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Sampling):
-    """The paper's (Appendix A.4), which does not say W and the bounds."""
+    """The values here are the paper's (Appendix A.4), which does not say W and the bounds. A preset
+    goes before them."""
 
     stage: ClassVar = "build_trees"
     output: ClassVar = "trees.jsonl"

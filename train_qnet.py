@@ -5,8 +5,9 @@
 
     python train_qnet.py --sft runs/webshop/sft --labels runs/webshop/q_labels.jsonl
 
-QNet is the agent's own language model with a value head. It is regressed at *every* token of
-(s, a) onto that pair's Q-value (the tiny model's only at the last one: docs/differences.md).
+QNet is the agent's own language model with a value head. In the paper it is regressed at every
+token of (s, a) onto that pair's Q-value (--loss-on all). The presets of the tiny model regress the
+last token alone, from which it learns more (docs/differences.md).
 
 The readable form of the loss is `family_loss`; --plain trains with it, pair by pair. By default
 the pairs of a tree, which begin alike, are packed so that each token goes through the backbone
@@ -40,7 +41,7 @@ from qlass.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Learning, Prompt):
-    """The defaults are the paper's (Table 5 and Eq. 11)."""
+    """The values here are the paper's (Table 5 and Eq. 11). A preset goes before them."""
 
     stage: ClassVar = "train_qnet"
     output: ClassVar = "qnet"
@@ -50,7 +51,7 @@ class Config(Learning, Prompt):
     out: Path | None = not_in_recipe(None)  # RUN/qnet
     lr: Number = 1e-5  # learning rate at its peak
     epochs: PositiveInt = 2  # at most
-    batch: PositiveInt = 64  # pairs per update, at least
+    batch: PositiveInt = 64  # pairs of an update, which ends with the pack that reaches it
     patience: PositiveInt = 2  # epochs without a better validation before it ends
     loss_on: Literal["all", "last"] = "all"  # tokens of (s, a) that carry the loss (Eq. 11: all)
     rank_weight: Number = 0.0  # of a loss on siblings' differences (0: none, as in the paper)
@@ -142,8 +143,8 @@ class QNet(nn.Module):
 
 
 def scorer(qnet: QNet, plain: bool = False, cache_gb: float | None = None) -> Any:
-    """Return what answers Score requests: QNet pair by pair (plain), or a FastQNet with a prompt
-    cache of cache_gb. Make a new one when the weights change."""
+    """Return an object whose `score` answers Score requests: QNet itself, pair by pair (plain), or
+    a FastQNet with a prompt cache of cache_gb. Make a new one when the weights change."""
     if plain:
         return qnet
     from qlass.fast.score import FastQNet
@@ -164,8 +165,10 @@ def family_loss(
 
         sum_a e(a)^2 = k mean(e)^2 + sum_a (e(a) - mean(e))^2.
 
-    Most of the error is in the first term, but only the second one can change the siblings' order:
-    that is what the rank weight counts again (runs/reference_output/README.md).
+    Most of the error is in the first term, but only the second one can change the siblings' order.
+    The rank weight counts this second one again (runs/reference_output/README.md).
+
+    family: a pair alone or, where a rank weight compares them, all siblings of a state.
     """
     losses, last = [], []
     for pair in family:
@@ -224,9 +227,9 @@ def train(
             portions = training.micro_batches(batch, attrgetter("tokens"), budget)
             for portion, counts in training.my_share(portions):
                 with training.autocast(config):
-                    micro_loss = counts * loss_of(qnet, portion, config) / n  # Eq. (11), per pair
-                micro_loss.backward()  # gradients accumulate
-                loss += micro_loss.item()
+                    micro_loss = loss_of(qnet, portion, config) / n  # Eq. (11), per pair
+                (counts * micro_loss).backward()  # gradients accumulate
+                loss += counts * micro_loss.item()
             loss = training.all_reduce(qnet, loss)
             norm = nn.utils.clip_grad_norm_(qnet.parameters(), 1.0)
             for param_group in optimizer.param_groups:
@@ -237,7 +240,7 @@ def train(
         with training.autocast(config):
             reader = scorer(qnet.eval(), config.plain, cache_gb=2.0)  # beside a training's moments
             ranks = ranking(reader.score, held_out)
-        # The error that chooses the epoch: with a rank weight that within states, else all of it.
+        # With a rank weight the error within states chooses the epoch, else the whole error.
         error = ranks["within_mse" if config.rank_weight and ranks["sibling_pairs"] else "mse"]
         log.end_epoch(error if len(held_out) >= MIN_HELD_OUT else None, held_out=ranks)
 
