@@ -45,9 +45,10 @@ class Config(q_search.Config):
     """q_search.py's settings, and whose wordings the agent reads."""
 
     method: tuple[Name, ...] = not_in_recipe(("all",))  # one or more of the table above
-    M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = not_in_recipe(
-        ()
-    )  # candidates per step (2; all: 2 4 6)
+    # candidates per step (2; all: 2 4 6)
+    M: Annotated[tuple[PositiveInt, ...], arg(aliases=["-M"])] = not_in_recipe(())
+    # episodes (1; best_of_n: as many as M)
+    N: Annotated[tuple[PositiveInt, ...], arg(aliases=["-N"])] = not_in_recipe(())
     distinct: bool = False  # draw until M actions differ, 3M times at most
     paraphrase_server: str | None = None  # a chat server that words the task anew for each candidate
 
