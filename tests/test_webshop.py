@@ -29,13 +29,9 @@ def lines(path):
         yield from map(json.loads, file)
 
 
-def goals_file(human, seed=0):
-    return SHARED / f"goals_{'human' if human else 'synthetic'}_1k_seed{seed}.json.gz"
-
-
 def real_shop(human=False, **options):
-    files = {"data": SHARED, "goals": goals_file(human), "title_nouns": SHARED / "title_nouns_standin.json.gz"}
-    return envs.make("webshop", **files, max_steps=None, **options)
+    files = {"data": SHARED, "title_nouns": SHARED / "title_nouns_standin.json.gz"}
+    return envs.make("webshop", **files, human_goals=human, max_steps=None, **options)
 
 
 @recorded
@@ -52,8 +48,8 @@ def test_lucenes_words_and_top_50():
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("human", [False, True])
 def test_prices_and_goals_are_drawn_as_in_the_original(human, seed):
-    shop = webshop.load(SHARED, None, None, human, seed)
-    drawn = webshop_data.read_json(goals_file(human, seed))
+    shop = webshop.load(SHARED, None, human, seed)
+    drawn = webshop_data.read_json(SHARED / f"goals_{'human' if human else 'synthetic'}_1k_seed{seed}.json.gz")
     for goal in drawn["goals"]:
         del goal["weight"]  # of the original's own sampling
     assert [*shop.goals] == drawn["goals"]
@@ -122,20 +118,23 @@ GOAL = {
 
 @pytest.fixture
 def shop(tmp_path):
-    def build(products=(SHIRT, JUMPER, LAMP), goals=(GOAL,), **options):
+    def build(products=(SHIRT, JUMPER, LAMP), **options):
         ignored = [SHIRT | {"asin": "nan"}, SHIRT | {"asin": "B00000000011"}, SHIRT | {"name": "again"}]
         nouns = {"B000000001": ["cotton", "shirt"], "A000000002": ["wool", "jumper"], "C000000003": ["lamp", "shirt"]}
         files = {
             "items_shuffle.json": [*products, *ignored],
             "items_ins_v2.json": {"B000000001": {"attributes": ["machine washable"]}},
-            "items_human_ins.json": {},
+            "items_human_ins.json": {
+                "B000000001": [{"instruction": "a shirt", "instruction_attributes": ["x"], "instruction_options": []}]
+            },
             "title_nouns.json": nouns,
-            "goals.json": {"goals": list(goals), "prices": {"A000000002": 25.0}},
         }
         for name, content in files.items():
             (tmp_path / name).write_text(json.dumps(content))
         webshop.load.cache_clear()
-        return envs.make("webshop", **{"data": tmp_path, "goals": tmp_path / "goals.json"} | options)
+        env = envs.make("webshop", data=tmp_path, human_goals=True, **options)
+        env.shop.goals = [GOAL]
+        return env
 
     return build
 
@@ -183,7 +182,7 @@ def test_options_are_kept_on_sub_pages_replaced_by_name_and_dropped_on_the_way_b
         (["search[cotton]", "click[b000000001]"], 3 / 5),
         # "x-large" holds all words of "large"; "dark blue | green" is "blue", the first colour in it
         (["search[cotton]", "click[b000000001]", "click[x-large]", "click[dark blue | green]"], 5 / 5),
-        # no attribute; price 25 of the range was drawn; two common breadcrumbs, but no common noun: type 0
+        # no attribute; two common breadcrumbs, but no common noun: type 0
         (["search[wool]", "click[a000000002]"], 0.0),
     ],
 )

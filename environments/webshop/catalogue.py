@@ -16,15 +16,13 @@ import random
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
 from tqdm import tqdm
-from typing_extensions import TypedDict
 
 from environments import WHERE, fair_order, split_files
 from qlass import UserError
@@ -207,37 +205,6 @@ def make_goal(
         "price_upper": limit,
         "goal_options": wanted,
     }
-
-
-class Goal(TypedDict):
-    """The fields of a recorded goal that the engine reads."""
-
-    asin: str
-    name: str
-    query: str
-    product_category: str
-    instruction_text: str
-    attributes: Annotated[list[str], Field(min_length=1)]
-    goal_options: dict[str, str] | list[str]
-    price_upper: float  # dollars
-
-
-class Recorded(TypedDict):
-    goals: list[Goal]
-    prices: dict[str, float]  # asin -> dollars
-
-
-def read_goals(path: Path, position: Callable[[str], int | None]) -> tuple[list[dict], dict[str, float]]:
-    """Recorded goals in their order, and the prices sampled with them."""
-    content = read_json(path)
-    try:
-        TypeAdapter(Recorded).validate_python(content)
-    except ValidationError as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
-    for goal in content["goals"]:
-        if position(goal["asin"]) is None:
-            raise UserError(f"{path}: product {goal['asin']} is not in this catalogue")
-    return content["goals"], content["prices"]
 
 
 PRICE_CLAUSE = re.compile(r",? and price lower than [\d.]+ dollars$")

@@ -19,11 +19,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from qlass import UserError
 
-from .catalogue import Product, queries, read_goals
+from .catalogue import Product, queries
 from .store import open_store
 from .words import noun_finder, plain_color, similar
 
@@ -126,7 +124,6 @@ class Shop:
     def __init__(
         self,
         folder: Path,
-        goals: str | Path | None = None,
         title_nouns: str | Path | None = None,  # of words.noun_finder
         use_human_goals: bool = False,
         seed: int = 0,
@@ -138,17 +135,10 @@ class Shop:
         self.products, self.position, self.prices = store.products, store.position, store.prices
         self.goals, self.owners, self.shares = store.goals, store.owners, store.shares
         self.by_asin, self.index, self.page_size = store.by_asin, store.index, page_size
-        if goals is not None:
-            self.goals, recorded = read_goals(Path(goals), self.position)
-            self.owners = np.array([self.position(goal["asin"]) for goal in self.goals], np.int32)
-            for asin, price in recorded.items():
-                place = self.position(asin)
-                if place is not None:
-                    self.prices[place] = price
-        elif store.error:
+        if store.error:
             raise UserError(f"{folder}: {store.error}")
         if not self.goals:
-            raise UserError(f"{goals or folder}: no goals; the catalogue has no instructions of the kind asked for")
+            raise UserError(f"{folder}: no goals; the catalogue has no instructions of the kind asked for")
         own = (folder.parent if folder.is_file() else folder) / "title_nouns.json"  # the bundled catalogue has one
         if title_nouns is None and own.exists():
             title_nouns = own

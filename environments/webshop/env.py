@@ -22,9 +22,9 @@ class WebShopEnv(TextEnv):
     """WebShop on its own files or on the bundled catalogue (see engine.py).
 
     data: folder with items_shuffle*, items_ins_v2*, items_human_ins (.json or .json.gz); None: the bundled catalogue,
-    with its own page length and step limit. goals: a recorded file instead of sampled ones. title_nouns: a recorded
-    file, or spacy:MODEL, instead of a rule (words.noun_finder). cache: a folder for what is made of a large catalogue
-    at its first start, where the one of its files can't be written (see store.py).
+    with its own page length and step limit. title_nouns: a recorded file, or spacy:MODEL, instead of a rule
+    (words.noun_finder). cache: a folder for what is made of a large catalogue at its first start, where the one of its
+    files can't be written (see store.py).
     human_goals: the instructions that people wrote. split_file: published splits by goal index; per_product: at most so
     many tasks of a product (both: catalogue.splits).
     Task i is goal i. Other splits are by product, so that none is in two of them. Of the bundled catalogue's test tasks
@@ -48,23 +48,22 @@ class WebShopEnv(TextEnv):
     def __init__(
         self,
         data: str | Path | None = None,
-        goals: str | Path | None = None,
         title_nouns: str | Path | None = None,
         human_goals: bool = False,
         split_file: str | Path | None = None,
         per_product: float = math.inf,
-        page_size: int = 0,
         cache: str | Path | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        own_tasks = data or seed or human_goals or goals or split_file
+        own_tasks = data or seed or human_goals or split_file
+        page_size = engine.PAGE_SIZE
         if data is None:
             self.max_steps = self.tree_steps = engine.BUNDLED_MAX_STEPS
-            page_size = page_size or engine.BUNDLED_PAGE_SIZE
+            page_size = engine.BUNDLED_PAGE_SIZE
             data = make_webshop.ensure(seed, writable(make_webshop.GENERATED))
         cache = Path(cache) if cache else None
-        self.shop = engine.load(Path(data), goals, title_nouns, human_goals, seed, page_size or engine.PAGE_SIZE, cache)
+        self.shop = engine.load(Path(data), title_nouns, human_goals, seed, page_size, cache)
         tuning = 0 if own_tasks else TUNING
         self.splits = catalogue.splits(self.shop.owners, self.shop.shares, split_file, per_product, tuning)
         self.published = human_goals and split_file is not None
