@@ -255,6 +255,7 @@ def test_what_is_empty_is_a_text_in_the_dialogue_and_a_process_that_is_gone_is_n
 def test_an_unlisted_action_is_not_chosen_from_a_list_and_a_missing_expert_is_told_before_a_rollout(tmp_path):
     dice = Dice()
     state = start(dice, "train0")
+    assert dice.knows("pray")
     with pytest.raises(UserError, match="dice lists no valid actions: clone a --model with --candidates free"):
         ask(dice, state, 1, (), Rendering(candidates="valid"))
     assert ask(dice, state, 1, (), Rendering()).valid == ()
@@ -263,18 +264,8 @@ def test_an_unlisted_action_is_not_chosen_from_a_list_and_a_missing_expert_is_to
         build_trees.build(config, dice, lambda: pytest.fail("an agent was loaded"), {}, {})
 
 
-def test_chance_is_restored_and_actions_need_no_list_and_no_expert():
-    dice = Dice()
-    check.check(dice)
-    dice.reset(seed=1, options={"task_id": "test0"})  # other luck than that of the task
-    here = dice.snapshot()
-    thrown = [dice.step("throw")[0] for _ in range(3)]
-    other = dice.fork()
-    for player in (dice, other):
-        player.restore(here)
-        assert [player.step("throw")[0] for _ in range(3)] == thrown and player.knows("pray")
-    with pytest.raises(UserError, match="dice has no expert: --expert FILE, or --no-expert"):
-        dice.expert("test0")
+def test_a_class_of_chance_without_a_list_or_an_expert_keeps_the_rules():
+    check.check(Dice())
 
 
 def test_the_command_says_that_a_class_with_changing_parts_keeps_the_rules(monkeypatch, capsys):
