@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -226,12 +225,10 @@ def test_how_a_checkpoint_would_be_sampled_elsewhere_changes_nothing(copy):
     assert drawn() == before
 
 
-def test_only_what_is_loaded_is_downloaded_and_known_by_its_content(copy, monkeypatch, tmp_path):
+def test_only_what_is_loaded_is_downloaded_and_a_pointer_is_named(copy, monkeypatch):
     """Of a repository with its weights in several forms."""
-    hub = shutil.copytree(copy, tmp_path / "hub")
-    (hub / "model.safetensors").unlink()
-    tiny_lm(CHAT).save_pretrained(hub, max_shard_size="20KB")
-    shards = {file.name for file in hub.glob("model*")}
+    loaded = [file.name for file in copy.iterdir()]
+    loaded += ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     others = [
         "consolidated.safetensors",
         "original/tokenizer.model",
@@ -239,26 +236,13 @@ def test_only_what_is_loaded_is_downloaded_and_known_by_its_content(copy, monkey
         "pytorch_model.bin",
         "notes.txt",
     ]
-    for name in others:
-        (hub / name).parent.mkdir(exist_ok=True)
-        (hub / name).write_text("a")
-
-    def snapshot_download(name: str, **patterns: Any) -> str:
-        names = [str(file.relative_to(hub)) for file in hub.rglob("*") if file.is_file()]
-        for chosen in filter_repo_objects(names, **patterns):
-            (tmp_path / name / chosen).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(hub / chosen, tmp_path / name / chosen)
-        return str(tmp_path / name)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    folder = checkpoint("org/model")
-    kept = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-    assert kept == {file.name for file in copy.iterdir()} - {"model.safetensors"} | shards
-    assert sha256(hub) == sha256(folder)
-    models.load(folder, Sampling())
-    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    patterns: dict = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **asked: patterns.update(asked) or copy)
+    assert checkpoint("org/model") == copy
+    assert [*filter_repo_objects([*loaded, *others], **patterns)] == loaded
+    (copy / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
     with pytest.raises(UserError, match=r"tokenizer.json is a pointer of Git LFS: git lfs pull"):
-        sha256(folder)
+        sha256(copy)
 
 
 def test_a_checkpoint_that_transformers_4_would_read_otherwise_is_told(tmp_path, capsys):
