@@ -1,76 +1,55 @@
 """Wordings of a task: each candidate under its own, what they cost, where the task stands; those of a server."""
 
-import pytest
-from fakes import FakeEnv, FakeServer, chat_completion, run, word_chat
+from types import SimpleNamespace
 
-import q_search
+import pytest
+from fakes import FakeServer, chat_completion, word_chat
+
 from experiments.paraphrase import by_server, prompt_tokens, reword, under_wordings
-from q_search import Method
 from qlass import UserError
-from qlass.batching import Candidate, Score
+from qlass.batching import Candidate, Sample
 from qlass.messages import State
-from qlass.results import costs_of
 
 TASK = "i need a red cotton shirt"
 
 
+PAGE = f"page {TASK} end"
+STATE = State((("user", "walk"), ("assistant", "OK"), ("user", PAGE)), TASK)
+
+
 def wording(task: str, index: int) -> str:
-    """Of five wordings the index-th."""
-    return f"{'please ' * (index % 5)}{task}"
+    return f"{'please ' * index}{task}"
 
 
-class Shop(FakeEnv):
-    """Two pages that both show the task, as WebShop's do, behind candidate "c1"."""
+def draw(state: State, trial: int):
+    """The requests for three candidates, and the candidates; a model says how often it was asked to please."""
+    asked = []
 
-    task = TASK
+    def model(requests):
+        asked.extend(requests)
+        return [[Candidate(f"Action: c{r.state.task.count('please')}", 2, -1.0)] * r.n for r in requests]
 
-    def _look(self):
-        return f"page {TASK} end"
-
-
-def guided(method: Method, trial: int):
-    """The trajectory, the states that were scored, what the model was asked, call by call."""
-    scored, drawn = [], []
-
-    def model(requests):  # it says which wording it read
-        drawn.append(requests)
-        texts = {wording(TASK, k): f"Action: c{k}" for k in range(5)}
-        return [[Candidate(texts[r.state.task], 2, -1.0)] * r.n for r in requests]
-
-    def answer(request):
-        if isinstance(request, Score):
-            scored.append(request.state)
-            return [float("c1" in action) for action in request.actions]  # Q is 1 for candidate "c1"
-        return rephrased([request])[0]
-
-    rephrased = under_wordings(model, wording)
-    steps, _ = run(q_search.episode(Shop({"c1": {"c1": 0.5}}), "t", method, trial, word_chat().rendering), answer)
-    return steps, scored, drawn
+    (candidates,) = under_wordings(model, wording)([Sample(state, 3, ("t", trial, 0), 1.0)])
+    return asked, candidates
 
 
-def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_original():
-    chat = word_chat()
-    steps, scored, drawn = guided(Method("qlass", "q", M=3), 0)
-    words = [wording(TASK, k) for k in range(3)]
-    assert [[r.state.task for r in step] for step in drawn] == [words, words]
-    for r in [r for step in drawn for r in step]:
-        assert all(r.state.task in text for role, text in r.state.messages[2:] if role == "user")
-    assert all(s.task == TASK and TASK in s.messages[-1][1] for s in scored)
-    assert [step.action for step in steps] == ["Action: c1"] * 2
-
-    # Tokens, counted by hand: 2 a candidate; under the first wording what the user says, under the others all.
-    last = drawn[-1]
-    full = [len(chat.prompt(r.state)) for r in last]
-    own, ok = (len(chat.action(text, "")) for text in ("Action: c1", "OK"))
-    tokens = costs_of(chat, [steps], lambda step: step.candidates)["tokens"]
-    assert tokens["generated"] == 2 * 3 * 2
-    assert prompt_tokens(chat, [steps]) == full[0] - own - ok + full[1] + full[2]
-    assert tokens["scored"] == full[0] - own - ok + 2 * 3 * own
+@pytest.mark.parametrize(("trial", "numbers"), [(0, (0, 1, 2)), (1, (3, 4, 5))])
+def test_each_candidate_of_each_trial_is_drawn_under_its_own_wording(trial, numbers):
+    asked, candidates = draw(STATE, trial)
+    words = [wording(TASK, number) for number in numbers]
+    assert [r.state.task for r in asked] == words and len({r.key for r in asked}) == 3
+    assert [r.state.observation for r in asked] == [f"page {text} end" for text in words]
+    assert [(c.text, c.wording) for c in candidates] == [
+        (f"Action: c{n}", w) for n, w in zip(numbers, words, strict=True)
+    ]
 
 
-def test_trials_continue_with_further_wordings():
-    *_, drawn = guided(Method("qlass", "q", M=2), 1)
-    assert {r.state.task for step in drawn for r in step} == {wording(TASK, 2), wording(TASK, 3)}
+def test_tokens_of_all_wordings_by_hand():
+    """Under the task's own wording what the user says is read, under the others all, the agent's words too."""
+    steps = [SimpleNamespace(state=s, samples=draw(s, 0)[1]) for s in (STATE, STATE.extended("Action: c1", PAGE))]
+    # "<user> walk <agent>" 3, "OK <end>" 2, a page of 8 words 10, "Action: c1 <end>" 3; a "please" is one more a page.
+    own, other = 3 + 10 + 10, 3 + 2 + 10 + 3 + 10
+    assert prompt_tokens(word_chat(), [steps]) == own + (other + 2 * 1) + (other + 2 * 2)
 
 
 TOLD = (("user", "Shop. To find a shoe is all."), ("assistant", "OK"), ("user", "Task: find a shoe. All off."))
