@@ -80,23 +80,19 @@ def split_of(name: str, variation: int, variations: int) -> str:
 
 
 @functools.cache
-def task_ids(which: str = "all", balanced: bool = True) -> dict[str, list[str]]:
-    """Split -> task ids `split/name/variation` of "all" tasks, of ETO's ("eto"), or of the named.
+def task_ids() -> dict[str, list[str]]:
+    """Split -> task ids `split/name/variation`.
 
-    balanced: at most MOST variations of a task in a split, so that no task outweighs the others: unbalanced, a third
-    of ETO's are about conductivity. USED variations are in neither test split.
+    A split has at most MOST variations of a task, so that no task outweighs the others: a third of all variations are
+    about conductivity. USED variations are in neither test split.
     """
-    counts = simulators().variations
-    names = {"all": counts, "eto": ETO_STEPS}.get(which) or dict.fromkeys(map(task_name, which.split(",")))
-    if unknown := [name for name in names if name not in counts]:
-        raise UserError(f"sciworld: unknown task {unknown[0]!r}: choose of {', '.join(counts)}")
     ids: dict[str, list[str]] = {split: [] for split in MOST}
-    for name in names:
+    for name, variations in simulators().variations.items():
         for split, most in MOST.items():
-            members = [v for v in range(counts[name]) if split_of(name, v, counts[name]) == split]
+            members = [v for v in range(variations) if split_of(name, v, variations) == split]
             if split.startswith("test"):
                 members = [v for i, v in enumerate(members) if i not in USED]
-            if balanced and len(members) > most:
+            if len(members) > most:
                 members = random.Random(f"{split}/{name}").sample(members, most)
             ids[split] += [f"{split}/{name}/{v}" for v in members]
     return ids | {"test": ids["test_unseen"], "all": [task_id for split in MOST for task_id in ids[split]]}
