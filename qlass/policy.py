@@ -144,10 +144,8 @@ class Policy:
         for a, ids in enumerate(actions):
             logits = self.logits(prompt, ids) / (request.temperature or 1.0)
             for i, token in enumerate(ids):
-                alike = [other for other in actions if other[:i] == ids[:i]]
-                allowed = sorted({other[i] for other in alike})
-                scores = logits[i, allowed].double()
-                logp = scores.log_softmax(-1)
+                allowed = sorted({other[i] for other in actions if other[:i] == ids[:i]})
+                logp = logits[i, allowed].double().log_softmax(-1)
                 totals[a] += float(logp[allowed.index(token)])
         return self.finite(totals)
 
