@@ -119,9 +119,9 @@ class Method:
 
     async def play(self, env: envs.TextEnv, task_id: str, chat: Chat) -> dict:
         """Algorithm 4. Returns the outcome, as a result line tells it."""
-        episodes = []
-        for trial in range(self.N):  # lines 1-2
-            episodes.append(await episode(env, task_id, self, trial, chat.rendering))
+        episodes = [  # lines 1-2
+            await episode(env, task_id, self, trial, chat.rendering) for trial in range(self.N)
+        ]
         best = await choose_episode(episodes, self.select)  # line 11
         return self.outcome(chat, best, episodes)
 
@@ -177,10 +177,10 @@ def methods_of(name: str, config: Config) -> list[Method]:
     by = METHODS[name]
     Ms = config.M if by else (1,)
     Ns = (1,) if name == "sample" else config.N or ((4,) if name == "best_of_n" else (1,))
-    methods = []
-    for m, n in product(Ms, Ns):
-        methods.append(Method(name, by, m, n, config.select if n > 1 else None, seed=config.seed))
-    return methods
+    return [
+        Method(name, by, m, n, config.select if n > 1 else None, seed=config.seed)
+        for m, n in product(Ms, Ns)
+    ]
 
 
 # -------------------------------------------------------------------------------------- Algorithm 4

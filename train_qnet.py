@@ -199,9 +199,11 @@ def loss_of(qnet: QNet, packs: Sequence[Pack], config: Config) -> torch.Tensor:
         from qlass.fast.packing import packed_loss  # the same, at a fraction of the cost
 
         return packed_loss(qnet, packs, config.rank_weight)
-    losses = []
-    for family in (family for pack in packs for family in pack.families):
-        losses.append(family_loss(qnet, family, config.loss_on, config.rank_weight))
+    losses = [
+        family_loss(qnet, family, config.loss_on, config.rank_weight)
+        for pack in packs
+        for family in pack.families
+    ]
     return torch.stack(losses).sum()
 
 

@@ -160,10 +160,10 @@ def prepare_training(model: Any, config: Learning) -> Any:
 def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:
     """AdamW of what is trained in each module at its rate, without weight decay (Table 5);
     "adamw8bit": moments in 8 bits. A group's "peak" keeps its rate, from which "lr" falls."""
-    groups = []
-    for module, rate in rates:
-        trained = [p for p in module.parameters() if p.requires_grad]
-        groups.append({"params": trained, "lr": rate, "peak": rate})
+    groups = [
+        {"params": [p for p in module.parameters() if p.requires_grad], "lr": rate, "peak": rate}
+        for module, rate in rates
+    ]
     optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
         if is_divided(rates[0][0]):

@@ -19,10 +19,10 @@ def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
     """The fields of a line: the episode that counts, and what all cost, as of `costs_of`."""
     steps = []
     for step in best:
-        candidates = []
-        for action, score in zip(step.candidates, step.scores, strict=True):
-            q = round(float(score), 4) if math.isfinite(score) else None
-            candidates.append({"action": action, "q": q})
+        candidates = [
+            {"action": action, "q": round(float(score), 4) if math.isfinite(score) else None}
+            for action, score in zip(step.candidates, step.scores, strict=True)
+        ]
         steps.append(
             {"action": step.action, "observation": step.observation, "candidates": candidates}
         )
