@@ -86,8 +86,7 @@ class Aids:
         for role, content in messages:
             text = content
             if compact and shown and role == "user":
-                text = again.sub("", content)
-                text = SAME_PAGE if content in pages else text
+                text = SAME_PAGE if content in pages else again.sub("", content)
                 pages.add(content)
             if shown or role == "assistant":
                 text = self.mark(text, task)
