@@ -201,21 +201,14 @@ def test_a_gguf_file_becomes_a_folder_that_the_stages_load(tmp_path):
 
 def test_each_step_is_handed_on_once_also_after_a_stop(tmp_path, monkeypatch):
     """Of a training that was resumed from step 1, and of another one that begins the log again."""
-    told, log = [], tmp_path / "qnet.log.jsonl"
+    log, told = tmp_path / "qnet.log.jsonl", []
     first, second, other = {"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 1, "loss": 2.0}
     epoch = {"step": 2, "epoch": 1, "held_out": {"mse": 0.25, "x": None}}
-    looks = iter([[first, second], [first], [first, second, epoch], [other]])
-
-    def tracker_of(name, folder):
-        told.append(name)
-        return lambda figures, step: told.append((step, figures))
-
-    def look(seconds):
-        log.write_text(dump(next(looks)))
-
-    monkeypatch.setattr(trackers, "tracker_of", tracker_of)
-    monkeypatch.setattr("time.sleep", look)
-    look(0)
+    later = iter([[first], [first, second, epoch], [other]])
+    monkeypatch.setattr("time.sleep", lambda seconds: log.write_text(dump(next(later))))
+    write = lambda figures, step: told.append((step, figures))  # noqa: E731
+    monkeypatch.setattr(trackers, "tracker_of", lambda name, folder: told.append(name) or write)
+    log.write_text(dump([first, second]))
     with pytest.raises(StopIteration):  # there are no more looks
         trackers.main([str(tmp_path), "--follow", "--to", "wandb"])
     before = [(1, {"update/loss": 1.0}), (2, {"update/loss": 0.5}), (2, {"epoch/epoch": 1, "epoch/mse": 0.25})]
