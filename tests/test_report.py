@@ -125,6 +125,13 @@ def test_the_headline_is_about_the_tasks_that_all_have_played(tmp_path):
     assert list(tables.results_table(rows, rows)["minus greedy"].str[:6]) == ["", "+0.500", "+0.750"]
 
 
+def test_a_sample_far_below_greedy_is_told(tmp_path):
+    rewards = {"greedy": 1, "sample": 0}
+    records = [{"method": name, "task_id": task, "reward": r} for name, r in rewards.items() for task in "abcdef"]
+    line, _ = tables.notes(list(groups_in(tmp_path, records).values()))
+    assert line.startswith("lake: one sample is below the greedy agent: -1.000 [") and "--temperature" in line
+
+
 def test_expected_ranges_are_checked(tmp_path):
     rows = ["environment,method,M,N,select,low,high", "lake,greedy,1,1,,0.70,0.73", "lake,qlass,4,1,,0.76,0.80"]
     (tmp_path / "expected.csv").write_text("\n".join([*rows, "webshop,greedy,1,1,,0.1,0.2"]))
@@ -259,14 +266,16 @@ class Page(HTMLParser):
 
 def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     shutil.copy(RESULTS, tmp_path / "results.jsonl")
+    (tmp_path / "settings.toml").write_text("[train_qnet]\nlr = 0.5\n")
+    write(tmp_path / "qnet.log.jsonl", [{"step": 1, "loss": 0.5, "lr": 1}, {"step": 1, "loss": 0.5, "epoch": 1}])
     report.main(["--run", str(tmp_path), "--trees", str(TREES)])
     html = Page(tmp_path / "report.html")
-    sections = ["summary", "results", "what-qnet-adds", "trees", "inputs"]
+    sections = ["summary", "results", "what-qnet-adds", "training", "trees", "inputs"]
     assert [attributes["id"] for tag, attributes in html.tags if tag == "section"] == sections
     links = [attributes[name] for _, attributes in html.tags for name in ("src", "href") if name in attributes]
-    assert len(links) == 1 and links[0].startswith("data:image/svg+xml;base64,")
+    assert len(links) == 2 and all(link.startswith("data:image/svg+xml;base64,") for link in links)
     assert any("default-src 'none'" in attributes.get("content", "") for _, attributes in html.tags)  # no network
-    for phrase in ("0.688 [", "where the interval covers 0", page.CAPTION):
+    for phrase in ("0.688 [", "where the interval covers 0", page.CAPTION, "lr = 0.5"):
         assert phrase in html.words
     assert html.words.index("Rules and oracles") < html.words.index("best-of-N, picked by true reward (oracle) N=2")
 
@@ -276,7 +285,7 @@ def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
     lines = [node for node in read_jsonl(TREES) if node["task_id"] == "train_0"]
     unlabelled = [{k: v for k, v in node.items() if k not in ("q", "q_raw")} for node in lines]
     for nodes in (lines, unlabelled):
-        write(tmp_path / "q_labels.jsonl", nodes)
+        write(tmp_path / "q_labels.jsonl", [nodes[0] | {"task_id": "small", "nodes": 1}, *nodes])
         tree.main(["--run", str(tmp_path)])
         drawn = (tmp_path / "tree_train_0.svg").read_text()
         assert f">{nodes[0]['task']}<" in drawn
@@ -285,7 +294,7 @@ def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
             below = f"{node['q']:.2f}" if "q" in node else below
             assert f">{tree.short(parse_action(node['action']))}<" in drawn and f">{below}<" in drawn
     assert "tree_train_0.svg: the 6 nodes of task train_0" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"no tree of task 9; its tasks are train_0"):
+    with pytest.raises(UserError, match=r"no tree of task 9; its tasks are small, train_0"):
         tree.main(["--run", str(tmp_path), "--task", "9"])
 
 
