@@ -45,7 +45,6 @@ class Config(Prompt):
     sft: Path | None = not_in_recipe(None)  # checkpoint of the agent (RUN/sft, made if missing)
     lr: Number = 1e-6  # learning rate, after a few updates of warm-up
     lora: PositiveInt | None = None  # train updates of this rank alone
-    optim: Literal["adamw", "adamw8bit"] = "adamw"  # moments in 32 or in 8 bits
     gradient_checkpointing: bool = not_in_recipe(False)  # less memory, a third more time
     budget: Number = not_in_recipe(1e6)  # what to spend
     budget_in: Literal["tokens", "env_steps"] = not_in_recipe("tokens")  # each unique token counts once
@@ -56,9 +55,9 @@ class Config(Prompt):
 class Learner:
     """The agent, its frozen reference, PEFT's view of LoRA's updates, and the optimiser of all that learns."""
 
-    def __init__(self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw", adapter: Any = None):
+    def __init__(self, model: Any, reference: Any, chat: Chat, lr: float, adapter: Any = None):
         self.model, self.reference, self.chat, self.adapter = model, reference, chat, adapter
-        self.optimizer = models.adamw([(model, lr)], optim)
+        self.optimizer = models.adamw([(model, lr)])
         # Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again.
         self.room = 512 if model.num_parameters() < SMALL else 4096
 
@@ -120,7 +119,7 @@ def load(sft: Path, config: Config, env: envs.TextEnv, copied: bool = True) -> L
     if copied:  # with LoRA both have the frozen weights, and only its updates, still 0, are copied
         frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
         reference = copy.deepcopy(model, frozen).requires_grad_(False).eval()
-    return Learner(model, reference, chat, config.lr, config.optim, adapter)
+    return Learner(model, reference, chat, config.lr, adapter)
 
 
 def trainable(sft: Path, config: Config) -> tuple[Any, Chat, Any]:
