@@ -40,14 +40,14 @@ from qlass.settings import Number, not_in_recipe, read_settings, run_stage
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(q_search.Config):
-    """q_search.py's settings, -N that of particles, and each value of these for the searches that have them."""
+    """q_search.py's settings, -N that of particles, and each value of these for the searches that have them. gamma is
+    that of the QNet's labels, or .9."""
 
     method: tuple[Literal["lookahead", "beam", "mcts", "particles"], ...] = not_in_recipe(())  # one or more
     S: Annotated[tuple[PositiveInt, ...], arg(aliases=["-S"])] = not_in_recipe((4,))  # simulations a step, of mcts
     k: Annotated[tuple[PositiveInt, ...], arg(aliases=["-k"])] = not_in_recipe((2,))  # states, of beam
     tau: tuple[Number, ...] = not_in_recipe((0.1,))  # temperature of resampling
     c: Annotated[tuple[Number, ...], arg(aliases=["-c"])] = not_in_recipe((1.0,))  # weight of the prior, of mcts
-    gamma: tuple[Number, ...] = not_in_recipe(())  # that of the QNet's labels, or .9
     select: Suppress[str] = not_in_recipe("q")  # no flag here
 
 
@@ -269,7 +269,7 @@ class TreeSearch(Variant):
 
 def plan_of(config: Config, gamma: float) -> list[TreeSearch]:
     """The methods that the settings name, each with every value of its own settings. gamma: of the QNet's labels."""
-    grid = {"S": config.S, "k": config.k, "tau": config.tau, "c": config.c, "gamma": config.gamma or (gamma,)}
+    grid = {"S": config.S, "k": config.k, "tau": config.tau, "c": config.c, "gamma": (gamma,)}
     plan = []
     for name in config.method:
         names = [setting for setting in inspect.signature(getattr(Search, name)).parameters if setting in grid]
