@@ -80,10 +80,8 @@ def lock(path: Path) -> FileLock:
     """The lock of an output, held until it is released or this process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file_lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
-    try:
+    with as_user_error(f"{path}: another process is writing it", errors=Timeout):
         file_lock.acquire()
-    except Timeout:
-        raise UserError(f"{path}: another process is writing it") from None
     return file_lock
 
 

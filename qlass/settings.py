@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
-from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter
 from tyro.conf import arg as arg  # stages import no package before ours
 
 from qlass import UserError
@@ -169,7 +169,7 @@ def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = N
             shown = " ".join([own.env, *own.env_option])
             raise UserError(f"{own.file} is of {shown}: change it there, or name another --run")
         config = dataclasses.replace(config, env_option=options)
-    return by_types(kind, vars(config), "--")
+    return by_types(kind, vars(config), "flags")
 
 
 def defaults(config: R) -> R:
@@ -189,17 +189,13 @@ def defaults(config: R) -> R:
         values.pop("n_expert", None)  # a file is read to its end
     values |= {"run": config.run, "preset": "tiny" if tiny else "paper"}
     values |= {} if begun else {"env": config.env}
-    return by_types(type(config), values, f"{file}: ")
+    return by_types(type(config), values, str(file))
 
 
 def by_types(kind: type[C], values: dict, place: str) -> C:
     """Settings of these values. UserError for one that its type does not allow."""
-    try:
+    with as_user_error(place):
         return TypeAdapter(kind).validate_python(values)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = f"{place}{problem['loc'][0]} {problem['input']}"
-        raise UserError(f"{name}: {problem['msg']}") from None
 
 
 def other_kind(config: Run, model: str) -> UserError:

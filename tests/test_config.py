@@ -96,8 +96,8 @@ def test_the_file_of_a_run_has_the_numbers_that_run(tmp_path, capsys):
     page = " ".join(capsys.readouterr().out.split())
     assert "(default: 7)" in page and "(default: 0.0001)" in page and "(default: org/m)" in page
     for old, new, says in (
-        ("epochs = 7", "epoch = 7", "settings.toml: epoch 7: Unexpected keyword"),
-        ("epochs = 7", "epochs = 0", "settings.toml: epochs 0: Input should be greater than 0"),
+        ("epochs = 7", "epoch = 7", "settings.toml: epoch: Unexpected keyword"),
+        ("epochs = 7", "epochs = 0", "settings.toml: epochs: Input should be greater than 0"),
         (file.read_text(), "", "settings.toml has not the settings of a run: 'run'"),
     ):
         text = file.read_text()
