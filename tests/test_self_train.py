@@ -25,7 +25,8 @@ def test_best_branch_by_hand():
     assert [m["content"] for m in line["messages"]] == ["start", "Action: 2", "saw 2", "Action: 3"]
     assert (line["task_id"], line["env"], line["task"], line["reward"]) == ("t", "fake", "find", 0.6)
     # The agent continues from the expert's node: its own branch all the same.
-    assert best_branch(tree(node(2, 0, source="expert"), fair))[0]["reward"] == 0.6
+    own = node(2, 1, 0.6, done=True, depth=2)
+    assert best_branch(tree(node(1, 0, source="expert"), own))[0]["reward"] == 0.6
     assert best_branch(tree(expert)) == []
 
 
