@@ -108,7 +108,7 @@ def print_episode(env: Any, line: dict, method: str) -> None:
         page = step["observation"]
     print(paint(f"{method}: reward {line['reward']:.3g} after {line['n_steps']} steps", "1;36"))
     steps = ", ".join(map(str, choices(line))) or "none"
-    print(f"Steps with a choice: {steps}. In all others all samples were one action.")
+    print(f"Steps with a choice: {steps}.")
 
 
 def candidates_of(step: dict) -> Iterator[str]:

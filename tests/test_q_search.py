@@ -189,7 +189,7 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
         "\nfind the purse\n" in text
         and f"\n    left   {12 * '█'}             0.500\n  > right  {24 * '█'} 1.000\nstep 2" in text
     )
-    assert "qlass M=2: reward 1 after 3 steps\nSteps with a choice: 1, 2, 3. In" in text
+    assert "qlass M=2: reward 1 after 3 steps\nSteps with a choice: 1, 2, 3.\n" in text
     assert "The agent alone, greedy, earns 0 after 2 steps. From step 1 on it goes on with left" in text
     assert not list(Path().iterdir())
 

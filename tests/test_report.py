@@ -197,7 +197,7 @@ def test_what_is_not_the_same_is_not_pooled_and_what_has_another_protocol_is_in_
         parts_of(first, f"{label}{second}")
 
 
-def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_no_row(tmp_path, capsys):
+def test_what_is_to_be_minded_is_on_the_page(tmp_path, capsys):
     file, parts = tmp_path / "results.jsonl", tmp_path / "results.jsonl.parts"
     write(file, [RESULT, RESULT | {"task_id": "b", "cut_prompts": 3}, RESULT | {"method": "sample"}])
     write(tmp_path / "results.meta.json", [{"recipe": {"sft": "of before"}, "inputs": {"sft": "agent.json"}}])
@@ -207,18 +207,12 @@ def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_no_row(
     texts = capsys.readouterr().err, Page(tmp_path / "report.html").words, (tmp_path / "report.md").read_text()
     stale = f"{file} was made from another {tmp_path / 'agent.json'} than there is now: make it again"
     few = "lake: rows over 1 tasks and over 2: means may differ"
-    for warning in (
-        stale,
-        few,
-        f"{file} is not complete, so nothing new is read",
-        "SFT greedy: 3 prompts lost their oldest turns",
-    ):
+    cut = "SFT greedy: 3 prompts lost their oldest turns"
+    for warning in (stale, few, cut, f"{file} is not complete, so nothing new is read"):
         assert all(warning in text for text in texts)
     write(tmp_path / "results_b.jsonl", [RESULT | {"task_id": "c"}, RESULT | {"reward": 0}])
     with pytest.raises(UserError, match=r"results.jsonl:1 and .*results_b.jsonl:2"):
         parts_of(tmp_path)
-    file.rename(tmp_path / "results_b.jsonl")
-    assert [*parts_of(tmp_path)] == ["SFT greedy", "SFT sampled"]
 
 
 def test_tasks_that_a_checkpoint_has_learned_from_are_counted(tmp_path, monkeypatch):
@@ -228,14 +222,10 @@ def test_tasks_that_a_checkpoint_has_learned_from_are_counted(tmp_path, monkeypa
     for name, learned in (("sft", ["z"]), ("qnet", ["u"])):
         file = folder / f"{name}.meta.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"tasks": learned}))
-    settings = folder / "settings.toml"
-    settings.write_text('[run]\nenv = "fake"\nenv_option = []\n')
+    (folder / "settings.toml").write_text('[run]\nenv = "fake"\nenv_option = []\n')
     warnings: list[str] = []
     results.read_results(results.result_files([str(folder)]), warnings)
     assert [warning for warning in warnings if warning.startswith(f"{folder}/sft has learned from 1 of 2 tasks")]
-    settings.write_text(settings.read_text().replace("[]", "['data=elsewhere']"))
-    with pytest.raises(UserError, match="data=elsewhere"):
-        parts_of(folder)
 
 
 def test_the_protocol_stands_below_the_table(tmp_path, capsys):
