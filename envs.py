@@ -28,7 +28,6 @@ import copy
 import difflib
 import importlib
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ OVER = "The episode is over."  # the answer to a step after the end
 class TextEnv(Hooks, gymnasium.Env):
     """The interface that every stage relies on; each environment writes the part below the line.
 
-    `Hooks` has the methods that are optional.
+    `Hooks` has the optional methods, with their defaults: `expert`, `candidates`, `canonical`, ...
     """
 
     name = ""  # by default that of its class, in small letters
@@ -182,50 +181,6 @@ class TextEnv(Hooks, gymnasium.Env):
     def load(self, saved: Any) -> None:
         """Return to what was saved, also in another task; `saved` must stay as it is."""
         raise NotImplementedError
-
-    # -------------------------------------------------------------------- what it may write besides
-
-    def info(self) -> dict:
-        """The report of `reset` and `step` beside the observation."""
-        actions = self.valid_actions()
-        return {"task_id": self.task_id, "task": self.task, "valid_actions": actions}
-
-    def instruct(self, instruction: str) -> None:
-        """Begin with another first user message."""
-        self.instruction = instruction
-
-    def task_type(self, task_id: str) -> str:
-        """The kind of task, where an environment has several: tables have a row for each."""
-        return ""
-
-    def canonical(self, action: str) -> str:
-        """One form for all texts that the engine takes for the same action, in whatever state.
-
-        They are one child of a node, and one candidate of a search.
-        """
-        return action
-
-    def knows(self, action: str) -> bool:
-        """True if it would act on this text now."""
-        valid = self.valid_actions()
-        return not valid or self.canonical(action) in map(self.canonical, valid)
-
-    def reward_if_cut(self) -> float:
-        """The reward if a limit of steps stops the episode here."""
-        return 0.0
-
-    # A player yields (thought, action); its caller steps this environment between two of them.
-
-    def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """A player that knows the task and the pages shown so far, unless it is `omniscient`."""
-        raise UserError(f"{self.name} has no expert: --expert FILE, or --no-expert")
-
-    def candidates(self) -> list[tuple[str, str]]:
-        """(thought, action) of every valid action in the state at hand, for `--candidates valid`.
-
-        A thought says only what follows from the task, the pages so far and the valid actions.
-        """
-        return [("", action) for action in self.valid_actions()]
 
 
 # -------------------------------------------------------------------- environments by their names
