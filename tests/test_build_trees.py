@@ -180,14 +180,8 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
             assert bool(node.children) != (node.done or node.reward_at_limit is not None)
         assert not node.reward or node.done
         # What the node says is what the world answers when its actions are played again.
-        observation, _ = env.reset(options={"task_id": "train0"})
-        done = False
-        for action in path_of(node.state):
-            assert not done
-            observation, reward, terminated, truncated, _ = env.step(action)
-            done = terminated or truncated
-        if node.depth:
-            assert (env.message(observation), reward, done) == (node.state.observation, node.reward, node.done)
+        *_, end = replay(env, "train0", path_of(node.state))
+        assert (end.state.observation, end.reward, end.done) == (node.state.observation, node.reward, node.done)
         assert len({parse_action(child.action) for child in node.children.values()}) == len(node.children)
 
 

@@ -15,7 +15,7 @@ from integrations.chat_agent import readable
 from qlass import UserError
 from qlass.batching import Score
 from qlass.files import meta_of, read_jsonl
-from qlass.messages import State, start, step
+from qlass.messages import replay
 from reporting import __main__ as reporting
 from train_qnet import QNet
 
@@ -45,33 +45,23 @@ def steps_of(lines) -> int:
     return sum(line["n_steps"] for line in lines)
 
 
-def states_of(line: dict) -> list[State]:
-    """Those in which a result's steps were taken."""
-    env = FakeEnv()
-    state = start(env, line["task_id"])
-    states = [state]
-    for record in line["steps"][:-1]:
-        state, *_ = step(env, state, record["action"])
-        states.append(state)
-    return states
-
-
 def test_each_method_takes_the_action_that_its_scores_say(fake, tmp_path, value_net):
     lines = played(fake, tmp_path, "--qnet", str(value_net), "-M", "3", "-N", "1")
     assert [line["method"] for line in lines] == [m for m in ("greedy", "random", "best_of_n", "qlass") for _ in "12"]
     qnet = QNet.from_pretrained(value_net)
     choices = 0
     for line in lines[-2:]:
-        for state, record in zip(states_of(line), line["steps"], strict=True):
+        moves = replay(FakeEnv(), line["task_id"], [record["action"] for record in line["steps"]])
+        for move, record in zip(moves, line["steps"], strict=False):
             actions = [candidate["action"] for candidate in record["candidates"]]
             assert set(actions) <= {"Action: left", "Action: right"}  # up to the stop text, behind the thoughts
-            (q,) = qnet.score([Score(state, tuple(actions))])
+            (q,) = qnet.score([Score(move.state, tuple(actions))])
             assert [candidate["q"] for candidate in record["candidates"]] == pytest.approx(q, abs=1e-4)
             assert record["action"] == actions[q.index(max(q))]
             choices += len(actions) > 1
     assert choices
     greedy = [body for body in fake.seen if body.get("temperature") == 0]
-    assert len(greedy) == sum(line["n_steps"] for line in lines[:2])
+    assert len(greedy) == steps_of(lines[:2])
     assert [message["role"] for message in greedy[0]["messages"]] == ["user", "assistant", "user"]
 
 

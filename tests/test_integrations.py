@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,13 +27,11 @@ from integrations.values import episode_reward, turn_values
 from qlass import UserError, models
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
-from qlass.messages import State, start, step
+from qlass.messages import State, replay, start, step
 from qlass.served import ServedQNet
 from train_qnet import QNet, scorer
 
 # ----------------------------------------------------------------- QNet's values; vLLM on a CPU (requirements-vllm.txt)
-
-MOVES = ["right", "right", "left"]
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +41,9 @@ def qnet(value_net):
 
 def played(qnet) -> tuple[State, list[float]]:
     """An episode, and Q of its actions as a search asks for it."""
-    env, q = FakeEnv(), []
-    state = start(env, "test0")
-    for move in MOVES:
-        q += qnet.score([Score(state, (f"Action: {move}",))])[0]
-        state, *_ = step(env, state, f"Action: {move}")
-    return state, pytest.approx(q)
+    moves = list(replay(FakeEnv(), "test0", ["Action: right", "Action: right", "Action: left"]))
+    q = [qnet.score([Score(before.state, (after.action,))])[0][0] for before, after in pairwise(moves)]
+    return moves[-1].state, pytest.approx(q)
 
 
 def test_each_turn_has_the_value_that_a_search_sees(qnet):

@@ -81,15 +81,13 @@ def shown(*states: State) -> list[Demonstration]:
 
 
 def test_every_twentieth_task_is_held_out():
-    def played(task: int, trial: int) -> State:
-        opening = ("user", "walk"), ("assistant", "OK"), ("user", f"you stand at {task}")
-        return State((*opening, ("assistant", f"Action: {trial}")))
+    def played(task: int) -> State:
+        return State((("user", "walk"), ("assistant", "OK"), ("user", f"you stand at {task}"), ("assistant", "go")))
 
-    expert = shown(*(played(task, trial) for task in range(400) for trial in range(2)))
+    expert = shown(*(played(i // 2) for i in range(800)))  # two of each task
     learned, held_out = sft.hold_out_tasks(expert)
-    every_twentieth = [played(task, trial) for task in range(0, 400, 20) for trial in range(2)]
-    assert held_out == shown(*every_twentieth)
-    assert learned == [demonstration for demonstration in expert if demonstration not in held_out]
+    assert held_out == [expert[i] for i in range(800) if i // 2 % 20 == 0]
+    assert learned == [expert[i] for i in range(800) if i // 2 % 20]
     assert sft.hold_out_tasks(expert[:126]) == (expert[:126], [])  # too few to spare any
 
 
