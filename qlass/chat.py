@@ -45,9 +45,6 @@ class Rendering:
 
     FILE: ClassVar[str] = "policy.json"
 
-    def save(self, folder: Path) -> None:
-        write_json(folder / self.FILE, vars(self))
-
     @classmethod
     def load(cls, folder: str | Path, config: Run | None = None) -> Rendering:
         """A checkpoint's, but for what the flags of a stage say."""
@@ -145,7 +142,7 @@ class Chat:
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
-        self.rendering.save(folder)
+        write_json(folder / Rendering.FILE, vars(self.rendering))
 
     def _encode(self, past: str, before: str, content: str, after: str) -> list[int]:
         """Tokens of before + content + after behind `past`, as SentencePiece adds a space at a

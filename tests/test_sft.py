@@ -17,7 +17,7 @@ from qlass import UserError, demonstrations
 from qlass.agent import load_agent
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration, read
-from qlass.files import meta_of, read_jsonl
+from qlass.files import meta_of, read_jsonl, write_json
 from qlass.messages import State, start
 from qlass.policy import QUESTION
 from qlass.tiny import AIDS, MARK
@@ -172,7 +172,8 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(clone, tmp_p
 
 
 def test_a_checkpoint_that_is_cloned_on_takes_first_messages_and_length_from_what_it_learns(clone, tmp_path):
-    Rendering(instruction="Swim.", agreement="Oh", max_new_tokens=3).save(tmp_path / "model")
+    before = {"instruction": "Swim.", "agreement": "Oh", "max_new_tokens": 3}
+    write_json(tmp_path / "model" / Rendering.FILE, before)
     agent, env = clone("--n-expert", "2")
     assert (env.instruction, env.agreement) == ("walk", "OK")
     assert agent.chat.rendering.max_new_tokens == len(agent.chat.action("Thought: this way\nAction: right", "")) > 3
