@@ -99,7 +99,7 @@ class ChatModel(Remote):
         self.env = env.fork()
         env.side_by_side = min(EPISODES, env.side_by_side)
         self.config = config
-        self.rendering = Rendering.load(os.devnull, config)  # no checkpoint's
+        self.rendering = Rendering.load(Path(os.devnull), config)  # no checkpoint's
         self.rendering.temperature = self.body.get("temperature", self.rendering.temperature)
         self.sample = self.chat = self  # its rendering is all that stages ask of an agent's Chat
         self.examples = functools.cache(self._examples)

@@ -46,9 +46,9 @@ class Rendering:
     FILE: ClassVar[str] = "policy.json"
 
     @classmethod
-    def load(cls, folder: str | Path, config: Run | None = None) -> Rendering:
+    def load(cls, folder: Path, config: Run | None = None) -> Rendering:
         """A checkpoint's, but for what the flags of a stage say."""
-        file = Path(folder) / cls.FILE
+        file = folder / cls.FILE
         fields = read_json(file) if file.exists() else {}
         for name in FLAGS:
             if (value := getattr(config, name, None)) is not None:
