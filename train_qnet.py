@@ -253,9 +253,7 @@ def train(
 def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[list[Pair]]]:
     """Read the tasks and the pairs of the first `limit` labelled trees."""
     trees = list(islice(read_trees(labels, Label), limit))
-    with as_user_error(labels, errors=KeyError):  # of a root without messages
-        pairs = list(map(pairs_of, trees))
-    return [tree[0]["task_id"] for tree in trees], pairs
+    return [tree[0]["task_id"] for tree in trees], list(map(pairs_of, trees))
 
 
 def load(sft: Path, config: Config) -> QNet:
