@@ -24,7 +24,8 @@ CAPTION = (
     "Higher at the same cost is better: where QLASS lies above the search by log-probability its QNet helps, and where "
     "it lies above best-of-N it helps to choose within an episode. The points of a line are in the order of its legend."
 )
-FOLDED = ("Rules and oracles", "Protocol")
+SHOWN = ("Summary", "Results", "What QNet adds", "Training")
+FOLDED = ("Rules and oracles", "Settings", "Protocol")
 
 
 def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
@@ -37,24 +38,20 @@ def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
 
 def sections(groups: Sequence[Group], runs: Sequence[Path], warnings: Sequence[str] = ()) -> Iterator[str]:
     """The summary with a figure for each environment, tables, training, and what is folded."""
+    parts = {}
     for title, lines, rows in tables.sections(groups, warnings):
-        body = table(rows) + "".join(map(note, lines))
-        if title == "Summary":
-            pictures = {rows[0].condition.env: figures.tokens(rows) for rows in tables_of(groups)}
-            body += "".join(image(picture, f"{env}. {CAPTION}") for env, picture in pictures.items())
-        if title == "Protocol":
-            yield section(
-                "Training",
-                image(figures.losses(runs), f"Each update, and the means of epochs, of {', '.join(map(str, runs))}."),
-            )
-            files = [file for run in runs if (file := run / "settings.toml").exists()]
-            yield fold(
-                "Settings",
-                "".join(
-                    f"<p>{escape(str(file))}</p><pre>{escape(file.read_text(encoding='utf-8'))}</pre>" for file in files
-                ),
-            )
-        yield (fold if title in FOLDED else section)(title, body)
+        parts[title] = table(rows) + "".join(map(note, lines))
+    for rows in tables_of(groups):
+        parts["Summary"] += image(figures.tokens(rows), f"{rows[0].condition.env}. {CAPTION}")
+    curves = f"Each update, and the means of epochs, of {', '.join(map(str, runs))}."
+    parts["Training"] = image(figures.losses(runs), curves)
+    parts["Settings"] = ""
+    for file in [run / "settings.toml" for run in runs]:
+        if file.exists():
+            text = file.read_text(encoding="utf-8")
+            parts["Settings"] += f"<p>{escape(str(file))}</p><pre>{escape(text)}</pre>"
+    yield from (section(title, parts[title]) for title in SHOWN)
+    yield from (fold(title, parts[title]) for title in FOLDED)
 
 
 def section(title: str, body: str) -> str:

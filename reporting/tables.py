@@ -160,7 +160,7 @@ def protocols(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def sections(groups: Sequence[Group], warnings: Sequence[str] = ()) -> Iterator[tuple[str, list[str], pd.DataFrame]]:
-    """(title, lines, table) of each part of the report; of the folded ones last."""
+    """(title, lines, table) of each part of the report."""
     agents, others = [group for group in groups if not aside(group)], [group for group in groups if aside(group)]
     nothing = pd.DataFrame()
     yield "Summary", [*headlines(groups), *(f"Warning: {warning}" for warning in warnings)], nothing
