@@ -76,7 +76,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
-from qlass import UserError, device, files, models, training
+from qlass import device, files, models, training
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.messages import State
@@ -283,8 +283,6 @@ def main(argv: list[str] | None = None) -> None:
     qnet = load(sft, config)
     tasks, trees = read_pairs(labels, config.limit)
     learned, held_out = hold_out_trees(trees)
-    if not any(learned):
-        raise UserError(f"{labels}: no pair of (s, a) to train on")
     adapter = models.prepare_training(qnet.backbone, config)
     train(qnet, learned, held_out, config, log)
     log.load_best()
