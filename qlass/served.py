@@ -98,8 +98,6 @@ class Server:
                     reply = await post(TRIES)
                 self.answered = True
                 return TypeAdapter(kind).validate_python(reply)
-            except openai.APIStatusError as error:
-                raise ValueError(f"status {error.status_code} {error.response.text}") from error
             except ValidationError as error:
                 raise ValueError(f"it answers {reply}") from error
 
