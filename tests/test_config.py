@@ -147,8 +147,6 @@ def test_a_run_has_one_environment_and_seed(tmp_path):
     for flags in (["--env", "webshop"], ["--env-option", "slippery=true"]):
         with pytest.raises(UserError, match=r"settings.toml is of frozenlake map=4x4: .* name another --run"):
             settings_of(build_trees, *run, *flags)
-    with pytest.raises(UserError, match="name another --run"):
-        settings_of(q_search, *run, "--env", "webshop")
     assert settings_of(q_search, *run, "--env-option", "stray=0").env_option == ("map=4x4", "stray=0")
     (tmp_path / "settings.toml").rename(tmp_path / "run.json")
     with pytest.raises(UserError, match=r"of another version of this code: give another --run"):

@@ -235,18 +235,11 @@ def study(tmp_path, agent):
     return run
 
 
-def test_a_study_is_of_its_points_and_resumes(study, tmp_path):
+def test_a_study_is_of_its_points(study, tmp_path):
     assert {"random", "code", "oracle"} <= set(study().loc["exact"].index)  # all that can be
     folder = tmp_path / "qval"
     points, scores = (read_jsonl(folder / name) for name in ("points.jsonl", "scores-code.jsonl"))
     assert [line["hash"] for line in scores] == [point["hash"] for point in points]
-    # As if it had been stopped behind the first point, whose line another score made.
-    (folder / "scores-code.jsonl").unlink()
-    part = folder / "scores-code.jsonl.parts" / "0-of-1.jsonl"
-    part.parent.mkdir()
-    part.write_text(json.dumps([scores[0] | {"values": [9.0, 8.0, 7.0, 6.0]}]) + "\n")
-    study()
-    assert read_jsonl(folder / "scores-code.jsonl") == [scores[0] | {"values": [9.0, 8.0, 7.0, 6.0]}, *scores[1:]]
     with pytest.raises(UserError, match="scorer typo: unknown, or its inputs are missing; choose among random"):
         study("--scorers", "typo")
 

@@ -68,8 +68,8 @@ def value(name: str, folder: Path, messages: list[dict]) -> float:
     ids = chat_tokenizer(*name.split(), begins=True)(written(name, messages), return_tensors="pt").input_ids
     with torch.no_grad():
         hidden = llama(ids, output_hidden_states=True).hidden_states[-1][0, -2]
-        hidden = linear(hidden, weights["mlp.0.weight"], weights["mlp.0.bias"]).relu()
-        hidden = linear(hidden, weights["mlp.2.weight"], weights["mlp.2.bias"]).relu()
+        for layer in ("mlp.0", "mlp.2"):
+            hidden = linear(hidden, weights[f"{layer}.weight"], weights[f"{layer}.bias"]).relu()
         return linear(hidden, weights["mlp.4.weight"]).item()
 
 

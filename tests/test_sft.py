@@ -115,11 +115,8 @@ ETO = {"id": "webshop_1", "conversations": [{"from": role, "value": text} for ro
 
 def test_a_demonstration_ends_with_the_experts_last_action():
     record = demonstrations.demonstrate(FakeEnv(), "train0")
-    right, seen = "Thought: this way\nAction: right", "Observation: you stand at start right"
-    contents = ["walk", "OK", "you stand at start", right, seen, right, f"{seen} right", right]
-    assert [m["content"] for m in record["messages"]] == contents
-    about = {"reward": 1.0, "task": "find the purse", "env": "fake", "task_id": "train0"}
-    assert record == about | {"messages": record["messages"]}
+    assert record.pop("messages")[-1] == {"role": "assistant", "content": "Thought: this way\nAction: right"}
+    assert record == {"reward": 1.0, "task": "find the purse", "env": "fake", "task_id": "train0"}
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
