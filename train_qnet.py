@@ -296,7 +296,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     print(f"{log.out}: {len(trees)} trees, after epoch {log.best_epoch} on held-out ones {ranks}")
     n, right = ranks["sibling_pairs"], ranks["sibling_accuracy"] or 0.0
-    if n and right < 0.5 + 1 / n**0.5:  # two standard errors of a coin
+    if n > 16 and right < 0.5 + 1 / n**0.5:  # two standard errors of a coin; fewer show nothing
         files.warn(f"it orders {n} pairs of held-out siblings no better than a coin: {right:.2f}")
 
 
