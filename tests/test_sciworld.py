@@ -29,6 +29,9 @@ def test_splits_are_the_packages_and_disjoint(env):
     splits = ("train", "val", "test_seen", "test_unseen")
     ids = {split: env.split_ids(split) for split in (*splits, "all")}
     assert len({task.split("/", 1)[1] for task in ids["all"]}) == sum(len(ids[split]) for split in splits)
+    assert len({task.split("/")[1] for task in tasks.task_ids("eto")["all"]}) == 24
+    with pytest.raises(UserError, match="tasks boil: all or eto is expected"):
+        tasks.task_ids("boil")
     simulator = sciworld.simulators().nearest(sciworld.Task("boil", 0), ())
     for name in ("identify-life-stages-2", "power-component"):
         simulator.load(sciworld.Task(name, 0))

@@ -19,7 +19,8 @@ class SciWorldEnv(TextEnv):
 
     Tasks are `split/name/variation`; "test_seen" is the package's dev split and "test_unseen" its test split, as ETO
     has them. max_steps "eto": ETO's own limit for each task. simulators: how many JVMs (0.5 GB each) may run at once.
-    No split has more than a few dozen variations of a task. split_file: published splits instead (tasks.published_ids).
+    tasks: "all" 30, or "eto" for the 24 that ETO has. No split has more than a few dozen variations of a task.
+    split_file: published splits instead (tasks.published_ids).
     Doors stand open and there is teleporting: the simulator's "easy" simplifications, as ETO and the paper have them.
     The reward is the best score of the episode, 0 to 1: it ends when the task is done, spoilt, or out of steps.
     A restore replays the actions of the episode, unless a simulator is there already.
@@ -41,9 +42,14 @@ class SciWorldEnv(TextEnv):
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
 
-    def __init__(self, split_file: str | Path | None = None, simulators: int = 4) -> None:
+    def __init__(
+        self,
+        tasks: str = "all",
+        split_file: str | Path | None = None,
+        simulators: int = 4,
+    ) -> None:
         super().__init__()
-        self.split_file = split_file
+        self.tasks, self.split_file = tasks, split_file
         self.side_by_side = simulators
         self.pool = simulator.simulators()
         self.pool.size = simulators
@@ -53,7 +59,7 @@ class SciWorldEnv(TextEnv):
         return metadata.version("scienceworld")
 
     def split_ids(self, split: str) -> list[str]:
-        ids = tasks.published_ids(self.split_file) if self.split_file else tasks.task_ids()
+        ids = tasks.published_ids(self.split_file) if self.split_file else tasks.task_ids(self.tasks)
         return list(pick(ids, split, "sciworld: unknown split"))
 
     def published_id(self, record: dict) -> str | None:

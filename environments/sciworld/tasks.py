@@ -80,16 +80,20 @@ def split_of(name: str, variation: int, variations: int) -> str:
 
 
 @functools.cache
-def task_ids() -> dict[str, list[str]]:
-    """Split -> task ids `split/name/variation`.
+def task_ids(which: str = "all") -> dict[str, list[str]]:
+    """Split -> task ids `split/name/variation` of "all" tasks, or of ETO's ("eto").
 
     A split has at most MOST variations of a task, so that no task outweighs the others: a third of all variations are
     about conductivity. USED variations are in neither test split.
     """
+    counts = simulators().variations
+    names = {"all": counts, "eto": ETO_STEPS}.get(which)
+    if names is None:
+        raise UserError(f"sciworld: tasks {which}: all or eto is expected")
     ids: dict[str, list[str]] = {split: [] for split in MOST}
-    for name, variations in simulators().variations.items():
+    for name in names:
         for split, most in MOST.items():
-            members = [v for v in range(variations) if split_of(name, v, variations) == split]
+            members = [v for v in range(counts[name]) if split_of(name, v, counts[name]) == split]
             if split.startswith("test"):
                 members = [v for i, v in enumerate(members) if i not in USED]
             if len(members) > most:
