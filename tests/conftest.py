@@ -62,9 +62,9 @@ def search(request, tmp_path, agent, value_net, fake_world):
     """Runs the test's `stage` with these checkpoints; its lines without their seconds."""
 
     def command(*more: str, out: str = "results.jsonl") -> list[dict]:
-        named = ["--sft", str(agent), "--qnet", str(value_net), "--out", str(tmp_path / out)]
+        named = ["--sft", str(agent), "--qnet", str(value_net), "--out", out]
         request.module.stage.main(
-            over(["--env", "frozenlake", "--run", str(tmp_path), "--preset", "paper", *named, "--limit", "3"], more)
+            over(["--env", "frozenlake", "--run", ".", "--preset", "paper", *named, "--limit", "3"], more)
         )
         return [{k: v for k, v in line.items() if k != "seconds"} for line in read_jsonl(tmp_path / out)]
 

@@ -102,7 +102,7 @@ def test_all_targets_equal_brute_force(tree, gamma):
 def label(tmp_path):
     def run(tree: list[dict], *flags: str) -> list[dict]:
         (tmp_path / "trees.jsonl").write_text(dump(tree))
-        bellman.main(["--trees", str(tmp_path / "trees.jsonl"), "--out", str(tmp_path / "labels.jsonl"), *flags])
+        bellman.main(["--trees", "trees.jsonl", "--out", "labels.jsonl", *flags])
         return list(read_jsonl(tmp_path / "labels.jsonl"))
 
     return run
@@ -128,7 +128,7 @@ def test_it_starts_without_torch(tmp_path):
     """And without a run: the files that it is given are enough."""
     (tmp_path / "torch.py").write_text("1 / 0")
     (tmp_path / "trees.jsonl").write_text(dump(tree_by_hand()))
-    command = [sys.executable, bellman.__file__, "--trees", str(tmp_path / "trees.jsonl"), "--run", str(tmp_path)]
+    command = [sys.executable, bellman.__file__, "--trees", "trees.jsonl", "--run", "."]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert (done.returncode, done.stdout.count("\n")) == (0, 2), done.stderr
     assert len((tmp_path / "q_labels.jsonl").read_text().splitlines()) == 5

@@ -191,8 +191,8 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
 @pytest.fixture
 def build(tmp_path, agent, fake_world):
     def command(*more: str, out: str = "trees.jsonl") -> bytes:
-        argv = ["--env", "frozenlake", "--run", str(tmp_path), "--preset", "paper", "--sft", str(agent)]
-        build_trees.main(over([*argv, "--out", str(tmp_path / out), "--tasks", "new", "--limit", "4"], more))
+        argv = ["--env", "frozenlake", "--run", ".", "--preset", "paper", "--sft", str(agent)]
+        build_trees.main(over([*argv, "--out", out, "--tasks", "new", "--limit", "4"], more))
         return (tmp_path / out).read_bytes()
 
     return command

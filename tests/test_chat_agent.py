@@ -196,7 +196,7 @@ def test_what_a_chat_model_wrote_is_played(fake):
 
 def test_a_report_names_the_model_and_what_it_was_billed(fake, tmp_path):
     played(fake, tmp_path, "--method", "greedy", "random", "-M", "2", "--price", "1", "1")
-    reporting.main(["--run", str(tmp_path)])
+    reporting.main(["--run", "."])
     text = (tmp_path / "report.md").read_text()
     assert "| first greedy |" in text and "SFT" not in text
     assert "| billed tokens | cost |" in text and "random candidate [first] M=2" in text
@@ -232,7 +232,7 @@ def test_a_qnet_learns_on_a_backbone_from_the_trees_of_a_chat_model_and_guides_i
     chat = word_chat()
     tiny_lm(chat).save_pretrained("backbone")
     chat.tokenizer.save_pretrained("backbone")
-    run = ["--run", str(tmp_path / "run")]
+    run = ["--run", "run"]
     chat_trees.main([*run, "--server", fake.url, "--limit", "3", "--rollouts", "4"])
     roots = [node for node in read_jsonl(tmp_path / "run" / "trees.jsonl") if node["parent_id"] is None]
     assert [root["task_id"] for root in roots] == FakeEnv().task_ids("train")[:-4:-1]

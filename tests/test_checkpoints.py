@@ -284,13 +284,13 @@ def test_updates_of_a_base_go_through_the_stages(tmp_path, fake_world, bits):
     tiny_lm(CHAT, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
     CHAT.save(tmp_path / "base")
     train = [*run, "--epochs", "3", "--lr", "0.01", "--lora", "2", "--batch", "2"]
-    sft.main([*train, "--model", str(tmp_path / "base"), "--n-expert", "3"])
+    sft.main([*train, "--model", "base", "--n-expert", "3"])
     base, agent = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "sft"))
     assert moved(agent, base) == LINEAR
     adapter = peft.PeftModel.from_pretrained(base, tmp_path / "sft" / "adapter")
     close(adapter(IDS).logits, agent(IDS).logits)
     (tmp_path / "q_labels.jsonl").write_text(dump(labelled_tree("train0") + labelled_tree("train1")))
-    train_qnet.main([*train, "--sft", str(tmp_path / "sft"), "--labels", str(tmp_path / "q_labels.jsonl")])
+    train_qnet.main([*train, "--sft", "sft", "--labels", "q_labels.jsonl"])
     net = QNet.from_pretrained(tmp_path / "qnet")
     assert moved(net.backbone, agent.model) == LINEAR and net.backbone.dtype == torch.float32
     adapter = peft.PeftModel.from_pretrained(agent.model, tmp_path / "qnet" / "adapter")

@@ -87,7 +87,7 @@ def test_a_preset_says_all_that_the_outputs_of_a_run_depend_on_and_nothing_else(
 
 def test_the_file_of_a_run_has_the_numbers_that_run(tmp_path, capsys):
     """A flag goes before the file, the file before the preset; --help shows what applies."""
-    run = ["--run", str(tmp_path)]
+    run = ["--run", "."]
     settings.write_settings(settings_of(sft, *run, "--model", "org/m", "--seed", "4", "--env-option", 'name=a\\"b'))
     file = tmp_path / "settings.toml"
     config = settings_of(sft, *run)  # stopped before its first state, it goes on with its own model
@@ -112,8 +112,8 @@ def test_the_file_of_a_run_has_the_numbers_that_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("own", ["tiny", "org/m"])
-def test_a_run_is_of_one_kind_of_model(own, tmp_path, agent):
-    run = ["--run", str(tmp_path / "run")]
+def test_a_run_is_of_one_kind_of_model(own, agent):
+    run = ["--run", "run"]
     settings.write_settings(settings_of(sft, *run, "--model", own))
     other, preset = ("org/m", "paper") if own == "tiny" else ("tiny", "tiny")
     for flags in (["--model", other], ["--preset", preset]):
@@ -140,7 +140,7 @@ def test_a_flag_given_twice_adds_up_or_is_refused():
 
 
 def test_a_run_has_one_environment_and_seed(tmp_path):
-    run = ["--run", str(tmp_path)]
+    run = ["--run", "."]
     begun = settings_of(build_trees, *run, "--env", "frozenlake", "--env-option", "map=4x4", "--seed", "4")
     settings.write_settings(begun)
     for flags in ([], ["--env", "frozenlake"], ["--env-option", "map=4x4"]):

@@ -95,7 +95,7 @@ def test_the_trained_run_plays(tmp_path, capsys):
 
 def test_the_rival_of_the_page_plays(agent, fake_world, tmp_path):
     """One draw of it is a sample; of four it takes what most are."""
-    run = ["--env", "frozenlake", "--run", str(tmp_path), "--preset", "paper", "--sft", str(agent), "--limit", "4"]
+    run = ["--env", "frozenlake", "--run", ".", "--preset", "paper", "--sft", str(agent), "--limit", "4"]
     q_search.main([*run, "--method", "sample"])
     rival.main([*run, "-M", "1", "4"])
     steps = {(r["method"], r["M"], r["task_id"]): r["steps"] for r in read_jsonl(tmp_path / "results.jsonl")}

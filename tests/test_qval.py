@@ -229,7 +229,7 @@ def study(tmp_path, agent):
 
     def run(*flags, points="5"):
         own = ["--preset", "paper", "--sft", str(agent), "--points", points]
-        qval.main(over([*LAKE, str(tmp_path), *own], flags))
+        qval.main(over([*LAKE, ".", *own], flags))
         return pd.read_csv(tmp_path / "qval" / "alignment.csv", index_col=["labels", "scorer"])
 
     return run
@@ -247,7 +247,7 @@ def test_a_study_is_of_its_points(study, tmp_path):
 def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
     names, results = ["random", "code", "logprob", "untried"], tmp_path / "results.jsonl"
     monkeypatch.setattr(FastPolicy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
-    steer = ["search", *LAKE, str(tmp_path), "--preset", "paper", "--sft", str(agent), "-M", "3", "--limit", "5"]
+    steer = ["search", *LAKE, ".", "--preset", "paper", "--sft", str(agent), "-M", "3", "--limit", "5"]
     steer += ["--scorer"]
     qval.main([*steer, *names])
     assert {*report.rewards_of(results, "frozenlake").index} == {*names}

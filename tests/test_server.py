@@ -280,7 +280,7 @@ def test_a_served_qnet_gives_the_local_values_and_no_others(fake, qnet):
 
 def test_a_search_by_a_served_qnet_is_the_local_one(fake, qnet, sft, fake_world, tmp_path):
     def search(qnet: object, out: str) -> list[dict]:
-        flags = ["--run", str(tmp_path), "--preset", "paper", "--sft", str(sft), "--out", str(tmp_path / out)]
+        flags = ["--run", ".", "--preset", "paper", "--sft", str(sft), "--out", out]
         q_search.main([*flags, "--limit", "3", "--skip", "0", "--qnet", str(qnet)])
         return [line | {"seconds": 0} for line in read_jsonl(tmp_path / out)]
 

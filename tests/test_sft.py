@@ -126,10 +126,10 @@ def test_a_demonstration_ends_with_the_experts_last_action():
 def clone(tmp_path, agent, fake_world):
     """Runs stage 1 on a copy of the agent, RUN/model; returns the agent's Chat, and the environment that it plays."""
     shutil.copytree(agent, tmp_path / "model", ignore=shutil.ignore_patterns(Rendering.FILE))
-    run = ["--env", "frozenlake", "--run", str(tmp_path)]
+    run = ["--env", "frozenlake", "--run", "."]
 
     def command(*more: str, out: str = "sft", play: tuple[str, ...] = ()) -> tuple:
-        usual = [*run, "--model", str(tmp_path / "model"), "--epochs", "1", "--out", str(tmp_path / out)]
+        usual = [*run, "--model", "model", "--epochs", "1", "--out", out]
         sft.main(over(usual, more))
         env = FakeEnv()
         return load_agent(tmp_path / out, settings_of(q_search, *run, *play), env), env
@@ -180,7 +180,7 @@ def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, cap
     """Though the file of more of them is complete."""
     clone("--n-expert", "9")  # the environment has six tasks
     clone("--n-expert", "2", out="two")
-    assert f"{tmp_path / 'sft'}: 6 trajectories" in capsys.readouterr().out
+    assert "sft: 6 trajectories" in capsys.readouterr().out
     assert meta_of(tmp_path / "two")["tasks"] == ["train0", "train1"]
     assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == FakeEnv().task_ids("train")
 
@@ -213,7 +213,7 @@ def test_what_begins_otherwise_or_holds_control_tokens_is_not_cloned(clone, tmp_
     for other, says in ((marked, "remove '<end>' from its answers"), (of_walks, r"begins with \['walk', 'OK'\]")):
         (tmp_path / "mine.json").write_text(json.dumps([ETO, other]))
         with pytest.raises(UserError, match=f"demonstration 2:? {says}"):
-            clone("--expert", str(tmp_path / "mine.json"))
+            clone("--expert", "mine.json")
 
 
 def test_an_answer_with_a_text_that_ends_answers_is_refused():

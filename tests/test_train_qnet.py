@@ -163,7 +163,7 @@ def train(tmp_path, agent):
 
     def command(*more: str, out: str = "qnet") -> QNet:
         argv = ["--env", "frozenlake", "--preset", "paper", "--sft", str(agent), "--labels", str(labels)]
-        train_qnet.main(over([*argv, "--out", str(tmp_path / out), "--epochs", "1"], more))
+        train_qnet.main(over([*argv, "--out", out, "--epochs", "1"], more))
         return QNet.from_pretrained(tmp_path / out, train_qnet.Config(plain="--plain" in more))
 
     return command
