@@ -76,7 +76,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
-from qlass import device, files, models, training
+from qlass import UserError, device, files, models, training
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.messages import State
@@ -253,7 +253,11 @@ def train(
 def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[list[Pair]]]:
     """Read the tasks and the pairs of the first `limit` labelled trees."""
     trees = list(islice(read_trees(labels, Label), limit))
-    return [tree[0]["task_id"] for tree in trees], list(map(pairs_of, trees))
+    with as_user_error(f"{labels}: a root without", errors=KeyError):
+        pairs = list(map(pairs_of, trees))
+    if not any(pairs):
+        raise UserError(f"{labels}: no pair of (s, a) to train on")
+    return [tree[0]["task_id"] for tree in trees], pairs
 
 
 def load(sft: Path, config: Config) -> QNet:

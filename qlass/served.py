@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypeVar
 
 import numpy as np
-from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter
 from typing_extensions import TypedDict
 
 from qlass import UserError
@@ -89,17 +89,17 @@ class Server:
         away = openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError
         with as_user_error(self.url):
             try:
-                try:
-                    reply = await post(1)
-                except away:
-                    if not self.answered:
-                        raise
-                    warn(f"{self.url}: is busy or away: waiting for it, ten minutes at most")
-                    reply = await post(TRIES)
-                self.answered = True
-                return TypeAdapter(kind).validate_python(reply)
-            except ValidationError as error:
-                raise ValueError(f"it answers {reply}") from error
+                reply = await post(1)
+            except away:
+                if not self.answered:
+                    raise
+                warn(f"{self.url}: is busy or away: waiting for it, ten minutes at most")
+                reply = await post(TRIES)
+            except openai.APIStatusError as error:
+                raise ValueError(f"status {error.status_code} {error.response.text}") from error
+        self.answered = True
+        with as_user_error(f"{self.url}: it answers {reply!r:.400}"):
+            return TypeAdapter(kind).validate_python(reply)
 
     async def complete(self, prompt: list[int], **options: Any) -> tuple[Text, int]:
         """The completion of a prompt of token ids, and how many tokens it wrote."""

@@ -56,6 +56,8 @@ BAD = {
     "q_labels.jsonl": [
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: q: Field required"),
         (tree(ROOT, LEAF | {"q": float("nan")}), ":2: q: "),
+        (tree({k: v for k, v in ROOT.items() if k != "messages"}, LEAF), ": a root without: 'messages'"),
+        (tree(ROOT), ": no pair of (s, a) to train on"),
     ],
     "results.jsonl": [(dump([RESULT | {name: value}]), f":1: {name}") for name, value in NO_RESULT],
     "ranges.csv": [("environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b", ": no table of environment")],
