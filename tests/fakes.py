@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -10,6 +11,7 @@ import operator
 import os
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.process import BaseProcess
@@ -150,13 +152,12 @@ class Script:
     """Answers Sample requests from {path: actions}: the actions of a state in turn, from the start again at the end."""
 
     def __init__(self, script: dict[tuple, str], otherwise: str = "left") -> None:
-        self.script, self.otherwise, self.used = script, otherwise, {}
+        self.actions = defaultdict(lambda: itertools.cycle(otherwise.split()))
+        for path, actions in script.items():
+            self.actions[path] = itertools.cycle(actions.split())
 
     def __call__(self, request: Sample | Score) -> list[Candidate]:
-        path = path_of(request.state)
-        actions, at = self.script.get(path, self.otherwise).split(), self.used.get(path, 0)
-        self.used[path] = at + request.n
-        return say(*(actions[(at + k) % len(actions)] for k in range(request.n)))
+        return say(*itertools.islice(self.actions[path_of(request.state)], request.n))
 
 
 LLAMA_2 = (

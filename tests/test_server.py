@@ -112,9 +112,8 @@ def test_an_action_ends_where_a_stop_text_stands_and_flags_reach_the_server(fake
     flags = ["--sft", str(sft), "--server", f"{fake.address}#second", "--max-new-tokens", "7", "--temperature", "0.5"]
     policy = load_agent(sft, settings_of(q_search, *flags))
     fake.seen.clear()
-    for end in ("", "\nObservation: you win", "\nTask: another"):
-        fake.script += [completion(f"Action: left{end}", read=LENGTH)]
-        assert texts(policy, request()) == ["Action: left"]
+    fake.script += [completion("Action: left\nTask: another", read=LENGTH)]
+    assert texts(policy, request()) == ["Action: left"]
     body = fake.seen[0]
     assert (body["model"], body["max_tokens"], body["stop"]) == ("second", 7, ["\nObservation:", "\nTask:"])
     assert policy.chat.rendering.temperature == 0.5
