@@ -28,8 +28,8 @@ METHODS = {  # in the order of the table
     "rule": "rule",
     "chat": "chat agent",
     "random": "random candidate",
-    "greedy": "SFT greedy",
-    "sample": "SFT sampled",
+    "greedy": "agent, greedy",
+    "sample": "agent, one sample",
     "best_of_n": "best-of-N",
     "likeliest": "search by log-probability",
     "qlass": "QLASS",
@@ -57,7 +57,7 @@ class Condition:
     select: str = ""
     label: str = ""
     player: str = ""  # which of the environment's rules
-    agent: str = ""  # a chat model's name, where no SFT has made the agent
+    agent: str = ""  # a chat model's name, where that is the agent
 
     @property
     def oracle(self) -> bool:
@@ -65,7 +65,9 @@ class Condition:
 
     @property
     def name(self) -> str:
-        name = METHODS.get(self.method, self.method).replace("SFT", self.agent or "SFT")
+        name = METHODS.get(self.method, self.method)
+        if self.agent:
+            name = name.replace("agent", self.agent)
         if self.player:
             name += f": {self.player}"
         if self.N > 1:

@@ -198,7 +198,7 @@ def test_a_report_names_the_model_and_what_it_was_billed(fake, tmp_path):
     played(fake, tmp_path, "--method", "greedy", "random", "-M", "2", "--price", "1", "1")
     reporting.main(["--run", "."])
     text = (tmp_path / "report.md").read_text()
-    assert "| first greedy |" in text and "SFT" not in text
+    assert "| first, greedy |" in text and "agent, greedy" not in text
     assert "| billed tokens | cost |" in text and "random candidate [first] M=2" in text
 
 

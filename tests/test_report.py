@@ -52,17 +52,17 @@ def test_ids_stay_text_and_rows_differ_by_player_budget_and_label(tmp_path):
         {"label": "half"},
     ]
     groups = groups_in(tmp_path, [row | {"task_id": task} for row in rows for task in ("007", "7", 12)])
-    names = {"rule: first", "SFT greedy", "SFT greedy [half]", "best-of-N, picked by QNet N=4"}
+    names = {"rule: first", "agent, greedy", "agent, greedy [half]", "best-of-N, picked by QNet N=4"}
     assert set(groups) == names
-    assert list(groups["SFT greedy"].values("reward").index) == [("007", 0), ("12", 0), ("7", 0)]
+    assert list(groups["agent, greedy"].values("reward").index) == [("007", 0), ("12", 0), ("7", 0)]
 
 
 def test_the_table_by_hand():
     groups = list(parts_of(RESULTS).values())
     table = tables.results_table(groups, groups).set_index("method")
     oracle = "best-of-N, picked by true reward (oracle) N=2"
-    assert list(table.index) == ["SFT greedy", "best-of-N, picked by QNet N=2", oracle, "QLASS M=2"]
-    greedy, qlass = table.loc["SFT greedy"], table.loc["QLASS M=2"]
+    assert list(table.index) == ["agent, greedy", "best-of-N, picked by QNet N=2", oracle, "QLASS M=2"]
+    greedy, qlass = table.loc["agent, greedy"], table.loc["QLASS M=2"]
     # Rewards 0, .5, 1, .5 of greedy; QLASS .5, .5, 1, 1 with seed 0 and .5, 1, 1, 0 with seed 1.
     assert greedy["reward [95 %]"].startswith("0.500 [")
     assert qlass["reward [95 %]"].startswith("0.688 [")
@@ -86,7 +86,7 @@ def test_the_differences_by_hand(tmp_path):
     table = differences(groups)
     # Seed 0 is shared: .5, 0, 0, .5. The resampled mean is Binomial(4, 1/2) / 8, whose 95 % are 0 to .5.
     headline, _ = tables.headlines(list(groups.values()))
-    assert "; +0.250 [+0.000, +0.500] over SFT greedy (undecided); " in headline
+    assert "; +0.250 [+0.000, +0.500] over agent, greedy (undecided); " in headline
     assert table["QLASS [target avg] M=2", "QLASS M=2"]["difference [95 %]"] == "+0.000 [+0.000, +0.000]"
 
 
@@ -140,7 +140,7 @@ def test_expected_ranges_are_checked(tmp_path):
         tmp_path, [{"method": name, "M": m, "reward": r, "label": label} for name, m, r, label in played]
     )
     assert expected.verdicts(list(groups.values()), expected.read_ranges(tmp_path / "expected.csv")) == [
-        "SFT greedy 0.7100, expected 0.7 to 0.73: ok",
+        "agent, greedy 0.7100, expected 0.7 to 0.73: ok",
         "QLASS M=4 0.7596, expected 0.76 to 0.8: not as expected",
     ]
 
@@ -207,7 +207,7 @@ def test_what_is_to_be_minded_is_on_the_page(tmp_path, capsys):
     texts = capsys.readouterr().err, Page(tmp_path / "report.html").words, (tmp_path / "report.md").read_text()
     stale = f"{file} was made from another {tmp_path / 'agent.json'} than there is now: make it again"
     few = "lake: rows over 1 tasks and over 2: means may differ"
-    cut = "SFT greedy: 3 prompts lost their oldest turns"
+    cut = "agent, greedy: 3 prompts lost their oldest turns"
     for warning in (stale, few, cut, f"{file} is not complete, so nothing new is read"):
         assert all(warning in text for text in texts)
     write(tmp_path / "results_b.jsonl", [RESULT | {"task_id": "c"}, RESULT | {"reward": 0}])
