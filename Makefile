@@ -3,7 +3,7 @@
 # make check   the same set-up, then the walkthrough's lake through all five stages: a minute
 # make test   the same set-up, then lint, types and tests; with COVER=--cov it reports the lines that it covers
 # make smollm2   all stages with a pretrained model of 135 M parameters: an hour; FLAGS="webshop --env-option data=DIR": hours
-# make test-slow   what takes minutes: real servers, an agent cloned anew
+# make test-slow   what takes minutes: a server of vLLM, if it is on the PATH, and a GGUF file
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
