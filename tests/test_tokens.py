@@ -263,6 +263,7 @@ def test_values_behind_remembered_prompts_are_the_plain_ones(room, row, budget, 
     plain = qnet.score([Score(state, ACTIONS) for state in states])
     order = np.random.default_rng(0).permutation(len(states) * 3) % len(states)
     for some in np.array_split(order, 6):
+        fast.memory.clear()
         values = fast.score([Score(states[i], ACTIONS) for i in some])
         assert values == [pytest.approx(plain[i], abs=1e-5) for i in some]
         assert fast.cache.used <= room
@@ -276,6 +277,7 @@ def test_a_step_costs_its_last_turn_and_the_actions():
     for action in ACTIONS:
         actions.add(CHAT.action(action, ""))
     for state in (FIRST, second, third, third):
+        fast.memory.clear()
         before = fast.cache.computed
         fast.score([Score(state, ACTIONS)])
         costs.append(fast.cache.computed - before - len(actions))

@@ -17,11 +17,15 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat
 from qlass.fast import cache
-from qlass.fast.cache import CachedPrompt, PromptCache, Question, Row, Tokens
+from qlass.fast.cache import CachedPrompt, PromptCache, Question, Row, StateAction, Tokens
 from qlass.fast.token_tree import additive_masks, batches, windows_of
 from qlass.fast.tries import Trie
+from qlass.messages import State
 from qlass.noise import uniforms
 from qlass.policy import Policy
+
+Choice = tuple[State, tuple[str, ...], float]  # a state, its valid actions, and a temperature
+REMEMBERED = 200_000  # choices or texts
 
 
 class RoomyLayer(DynamicLayer):
@@ -91,6 +95,9 @@ class FastPolicy(Policy):
         self.budget = cache.batch_for(self.model)
         most = min(self.budget, 16_384)  # each with a number for every token of the vocabulary
         self.cache = PromptCache(self.model, self.forward, most, cache_gb)
+        # Log-probabilities of the valid actions in states already seen, and of texts.
+        self.memory: dict[Choice, np.ndarray] = {}
+        self.written: dict[StateAction, float] = {}
 
     def forward(self, inputs: dict, columns: Tensor) -> Tensor:
         """The model's logits at these columns, (B, len(columns), V)."""
@@ -104,36 +111,42 @@ class FastPolicy(Policy):
 
         Where the trie of their texts has one way to go, that way has probability 1: only tokens
         above a branching are computed."""
-        # Those of a request with a single action stay 0.
-        answers = [np.zeros(len(request.valid)) for request in requests]
+        if len(self.memory) > REMEMBERED:
+            self.memory.clear()
+        choices = [(r.state, r.valid, r.temperature) for r in requests]
+        fresh: list[tuple[Choice, Trie]] = []
         questions: list[Question] = []
-        tries: list[tuple[int, Trie]] = []  # of each question, with the number of its request
-        for i, request in enumerate(requests):
-            messages, texts = cache.question_of(self.chat, request.state, request.valid)
+        for choice in dict.fromkeys(choices):
+            if choice in self.memory:
+                continue
+            state, valid, _ = choice
+            messages, texts = cache.question_of(self.chat, state, valid)
             trie = Trie(texts)
             if trie.branches:
+                fresh.append((choice, trie))
                 questions.append(Question(messages, trie.tails))
-                tries.append((i, trie))
+            else:  # a single valid action
+                self.memory[choice] = np.zeros(len(valid))
 
         for number, logits, paths in self.cache.read(questions):
-            i, trie = tries[number]
+            choice, trie = fresh[number]
+            _, _, temperature = choice
             places = [paths[action][t] for action, t, _ in trie.branches]
             tokens = [token for _, _, token in trie.branches]
             scores = logits[places, tokens].cpu().numpy()
-            answers[i] = trie.logprobs(scores / (requests[i].temperature or 1.0))
-        return [self.finite(logprobs) for logprobs in answers]
+            self.memory[choice] = trie.logprobs(scores / (temperature or 1.0))
+        return [self.finite(self.memory[choice]) for choice in choices]
 
     @torch.inference_mode()
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         """log pi(a | s) of actions as free text, each token of what they share computed once."""
-        questions = [cache.question_of(self.chat, r.state, r.actions) for r in requests]
-        answers: list[list[float]] = [[] for _ in requests]
-        for number, logits, paths in self.cache.read(questions):
-            for ids, path in zip(questions[number].tails, paths, strict=True):
-                logp = logits[path[:-1]].log_softmax(-1)
-                of_tokens = logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None])
-                answers[number].append(float(self.finite(of_tokens.double().sum())))
-        return answers
+        if len(self.written) > REMEMBERED:
+            self.written.clear()
+        for pair, ids, logits in cache.unread(self.chat, requests, self.written, self.cache):
+            logp = logits[:-1].log_softmax(-1)
+            of_tokens = logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None])
+            self.written[pair] = float(self.finite(of_tokens.double().sum()))
+        return [[self.written[r.state, action] for action in r.actions] for r in requests]
 
     # ------------------------------------------------------------------------------------ free text
 

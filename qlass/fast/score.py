@@ -9,25 +9,24 @@ import torch
 from torch import Tensor
 
 from qlass.batching import Score
-from qlass.fast.cache import PromptCache, batch_for, question_of
+from qlass.fast.cache import PromptCache, StateAction, batch_for, unread
 
 
 class FastQNet:
-    """The same scores as `QNet.score`. It remembers the prompts that it has read: when the weights
-    change, make a new one."""
+    """The same scores as `QNet.score`. It remembers what it has read: when the weights change, make
+    a new one."""
 
     def __init__(self, qnet: Any, cache_gb: float | None = None) -> None:
         self.qnet, self.chat = qnet.eval(), qnet.chat
         model = qnet.backbone
         self.cache = PromptCache(model, self.forward, batch_for(model), cache_gb)
+        self.memory: dict[StateAction, float] = {}
 
     @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:
-        questions = [question_of(self.chat, r.state, r.actions) for r in requests]
-        scores: list[list[float]] = [[] for _ in requests]
-        for number, values, paths in self.cache.read(questions):
-            scores[number] = [float(values[path[-1]]) for path in paths]
-        return scores
+        for pair, _, values in unread(self.chat, requests, self.memory, self.cache):
+            self.memory[pair] = float(values[-1])
+        return [[self.memory[r.state, action] for action in r.actions] for r in requests]
 
     def forward(self, inputs: dict, columns: Tensor) -> np.ndarray:
         """Values at these columns, (B, len(columns))."""
