@@ -26,7 +26,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +41,6 @@ from qlass.messages import State
 
 Tokens = list[int]
 Places = list[int]  # of tokens, in a tree or among a model's outputs
-StateAction = tuple[State, str]
 # From a model's inputs and columns to outputs (B, len(columns), ...).
 Forward = Callable[[dict, Tensor], Any]
 
@@ -282,24 +281,6 @@ def question_of(chat: Chat, state: State, actions: Iterable[str]) -> Question:
     messages = chat.prompt_tokens(state)
     length = sum(map(len, messages))
     return Question(messages, [chat.action(text, state.task, length) for text in actions])
-
-
-def unread(
-    chat: Chat, requests: Sequence[Any], memory: Mapping[StateAction, float], cache: PromptCache
-) -> Iterator[tuple]:
-    """Read the (s, a) that `memory` lacks: each, a's n tokens, and outputs (n + 1, ...) of s's last
-    and of these. requests: each has a `state` and `actions`."""
-    fresh: dict[State, dict[str, None]] = {}
-    for r in requests:
-        for action in r.actions:
-            if (r.state, action) not in memory:
-                fresh.setdefault(r.state, {})[action] = None
-    states = list(fresh)
-    questions = [question_of(chat, state, fresh[state]) for state in states]
-    for number, outputs, paths in cache.read(questions):
-        state = states[number]
-        for action, ids, path in zip(fresh[state], questions[number].tails, paths, strict=True):
-            yield (state, action), ids, outputs[path]
 
 
 def free_bytes_for(model: Any, gigabytes: float | None = None) -> int:

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat
 from qlass.fast import cache
-from qlass.fast.cache import CachedPrompt, PromptCache, Question, Row, StateAction, Tokens
+from qlass.fast.cache import CachedPrompt, PromptCache, Question, Row, Tokens
 from qlass.fast.token_tree import additive_masks, batches, windows_of
 from qlass.fast.tries import Trie
 from qlass.messages import State
@@ -25,7 +25,7 @@ from qlass.noise import uniforms
 from qlass.policy import Policy
 
 Choice = tuple[State, tuple[str, ...], float]  # a state, its valid actions, and a temperature
-REMEMBERED = 200_000  # choices or texts
+REMEMBERED = 200_000  # choices
 
 
 class RoomyLayer(DynamicLayer):
@@ -95,9 +95,8 @@ class FastPolicy(Policy):
         self.budget = cache.batch_for(self.model)
         most = min(self.budget, 16_384)  # each with a number for every token of the vocabulary
         self.cache = PromptCache(self.model, self.forward, most, cache_gb)
-        # Log-probabilities of the valid actions in states already seen, and of texts.
+        # Log-probabilities of the valid actions in states already seen.
         self.memory: dict[Choice, np.ndarray] = {}
-        self.written: dict[StateAction, float] = {}
 
     def forward(self, inputs: dict, columns: Tensor) -> Tensor:
         """The model's logits at these columns, (B, len(columns), V)."""
@@ -140,13 +139,14 @@ class FastPolicy(Policy):
     @torch.inference_mode()
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         """log pi(a | s) of actions as free text, each token of what they share computed once."""
-        if len(self.written) > REMEMBERED:
-            self.written.clear()
-        for pair, ids, logits in cache.unread(self.chat, requests, self.written, self.cache):
-            logp = logits[:-1].log_softmax(-1)
-            of_tokens = logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None])
-            self.written[pair] = float(self.finite(of_tokens.double().sum()))
-        return [[self.written[r.state, action] for action in r.actions] for r in requests]
+        questions = [cache.question_of(self.chat, r.state, r.actions) for r in requests]
+        answers: list[list[float]] = [[] for _ in requests]
+        for number, logits, paths in self.cache.read(questions):
+            for ids, path in zip(questions[number].tails, paths, strict=True):
+                logp = logits[path[:-1]].log_softmax(-1)
+                of_tokens = logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None])
+                answers[number].append(float(self.finite(of_tokens.double().sum())))
+        return answers
 
     # ------------------------------------------------------------------------------------ free text
 

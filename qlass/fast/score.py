@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from qlass.batching import Score
-from qlass.fast.cache import PromptCache, StateAction, batch_for, unread
+from qlass.fast.cache import PromptCache, batch_for, question_of
+from qlass.messages import State
 
 
 class FastQNet:
@@ -20,12 +21,21 @@ class FastQNet:
         self.qnet, self.chat = qnet.eval(), qnet.chat
         model = qnet.backbone
         self.cache = PromptCache(model, self.forward, batch_for(model), cache_gb)
-        self.memory: dict[StateAction, float] = {}
+        self.memory: dict[tuple[State, str], float] = {}
 
     @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:
-        for pair, _, values in unread(self.chat, requests, self.memory, self.cache):
-            self.memory[pair] = float(values[-1])
+        fresh: dict[State, dict[str, None]] = {}  # the (s, a) that were not read yet
+        for r in requests:
+            for action in r.actions:
+                if (r.state, action) not in self.memory:
+                    fresh.setdefault(r.state, {})[action] = None
+        states = list(fresh)
+        questions = [question_of(self.chat, state, fresh[state]) for state in states]
+        for number, values, paths in self.cache.read(questions):
+            state = states[number]
+            for action, path in zip(fresh[state], paths, strict=True):
+                self.memory[state, action] = float(values[path[-1]])
         return [[self.memory[r.state, action] for action in r.actions] for r in requests]
 
     def forward(self, inputs: dict, columns: Tensor) -> np.ndarray:
