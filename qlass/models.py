@@ -95,6 +95,8 @@ def load_chat(path: Path, config: Model) -> Chat:
     with as_user_error(path, SUPPORTED, UserError):
         with as_user_error("its config"):
             settings = hf.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if getattr(settings, "transformers_weights", None):  # which no hash of ours covers
+            raise UserError("its config.json names transformers_weights")
         settings = settings.get_text_config()
         rope = getattr(settings, "rope_parameters", None) or {}
         ropes = [part for part in (rope, *rope.values()) if isinstance(part, dict)]

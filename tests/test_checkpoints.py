@@ -147,6 +147,10 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to 
         "its chat template",
     ),
     "weights of two savings": (shards_beside, "model-00001-of-.* and model.safetensors are of two savings"),
+    "weights of another name": (
+        lambda folder: rewrite(folder / "config.json", transformers_weights="other.safetensors"),
+        "its config.json names transformers_weights",
+    ),
     "a SentencePiece model alone": (pieces_alone, "a tokenizer.model without a tokenizer.json"),
     "tokens beyond the embeddings": (with_more_tokens, "embeddings"),
     "a file of llama.cpp's": (as_file, ""),
