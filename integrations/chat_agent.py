@@ -96,6 +96,7 @@ class ChatModel(Remote):
         self.output = config.out or config.run / output.format(self.name)
         with as_user_error(f"--body {config.body}: is no JSON object"):
             self.body = {**json.loads(config.body)}
+        self.alone = "n" in self.body  # an answer to a request
         self.env = env.fork()
         env.side_by_side = min(EPISODES, env.side_by_side)
         self.config = config
@@ -142,7 +143,7 @@ class ChatModel(Remote):
         names = [hashlib.sha256(repr((*about, k)).encode()).hexdigest()[:32] for k in range(request.n)]
         (noise,) = uniforms(1, self.config.seed, *request.key)
         while missing := [k for k in range(request.n) if names[k] not in self.answers]:
-            groups = [[k] for k in missing] if "n" in self.body else [missing]
+            groups = [[k] for k in missing] if self.alone else [missing]
             asking = []
             for group in groups:
                 drawn = [names[k] for k in group]
@@ -156,7 +157,14 @@ class ChatModel(Remote):
         if self.asked + n > most:
             raise UserError(f"--max-answers {most}: no more are asked for; the same command with more goes on")
         self.asked += n
-        reply = await self.reply(asked, seed=seed, n=n if n > 1 else None)
+        try:
+            reply = await self.reply(asked, seed=seed, n=n if n > 1 else None)
+        except UserError:
+            if n == 1:
+                raise
+            self.asked -= n
+            self.alone = True  # the server may not know `n`; another fault comes again
+            return
         messages = [choice["message"] for choice in reply["choices"][:n]]
         self.asked -= n - len(messages)
         if len(messages) < n:

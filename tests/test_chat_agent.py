@@ -117,6 +117,16 @@ def test_a_server_that_gives_one_answer_to_a_request_for_several(fake, tmp_path,
     assert ("n" in fake.seen[1]) == (body == "{}")
 
 
+def test_a_server_that_refuses_a_request_for_several_is_asked_one_by_one(fake, tmp_path):
+    fake.well, well = lambda body: 400 if body.get("n", 1) > 1 else well(body), fake.well
+    flags = ("--method", "random", "-M", "3", "--in-flight", "1")
+    lines, _ = asked(fake, tmp_path / "refused", *flags)
+    assert [body.get("n") for body in fake.seen[1:]] == [3] + [None] * 3 * steps_of(lines)
+    fake.well = well
+    without = asked(fake, tmp_path / "without", *flags, "--body", '{"n": null}')[0]
+    assert [line["steps"] for line in lines] == [line["steps"] for line in without]
+
+
 def test_answers_are_bounded_and_paid(fake, tmp_path, capsys):
     flags = ("--method", "sample", "--in-flight", "1", "--price", "2", "1000000")
     with pytest.raises(UserError, match="--max-answers 3: no more are asked for"):
