@@ -224,7 +224,8 @@ def write_settings(config: Run) -> None:
             text = re.sub(f"^{name} = .*", line.replace("\\", r"\\"), text, count=1, flags=re.M)
     with atomic(config.file) as draft:
         draft.write_text(text, encoding="utf-8")
-    print(f"{config.file}: the settings of this run, those of {preset_file(config)}", flush=True)
+    preset = preset_file(config).relative_to(PRESETS.parents[1])
+    print(f"{config.file}: the settings of this run, those of {preset}", flush=True)
 
 
 def default_run(env: str) -> Path:
