@@ -51,8 +51,8 @@ class ChatServer(Server):
         if name and name != self.answered_as:
             raise UserError(f"{self.url}: it answered as {self.answered_as}, and now as {name}")
         for choice in reply["choices"]:
-            whole = choice["finish_reason"] in ("stop", "eos")
-            if whole and choice["message"].get("content") is None and not choice["message"].get("refusal"):
+            complete = choice["finish_reason"] in ("stop", "eos")
+            if complete and choice["message"].get("content") is None and not choice["message"].get("refusal"):
                 raise UserError(f"{self.url}: it answers nothing: {choice}")
         return reply
 

@@ -201,9 +201,9 @@ class ChatModel(Remote):
         self.prompts[task, messages] = prompt
         answers, counts = [], self.counts
         for answer in written:
-            text, known = readable(answer.text, request.knows)
+            text, valid = readable(answer.text, request.knows)
             lines = len(re.findall(r"(?m)^\s*Action:", text))
-            counts.update({"read": 1, "known": known, "unclear": lines > 1 or not (lines or known), answer.end: 1})
+            counts.update({"read": 1, "known": valid, "unclear": lines > 1 or not (lines or valid), answer.end: 1})
             answers.append(dataclasses.replace(answer, text=text, prompt=prompt - before))
             if counts["read"] == FIRST and not counts["known"]:
                 warn(f"the environment knows no action of the first {FIRST} answers, such as {text!r}: --examples 2")

@@ -36,8 +36,8 @@ class ALFWorld(ALFWorldEnv):
         for number, turn in enumerate(json.loads(Path(example).read_text(encoding="utf-8"))[0]):
             later_observation = number > 0 and number % 2 == 0
             solved += turn["content"] + ("\n\n" if later_observation else "\n")
-        told = Path(instruction).read_text(encoding="utf-8-sig")
-        shown = f"{told}\n---\nHere is an example.\n\n{solved}\n---\n"
+        text = Path(instruction).read_text(encoding="utf-8-sig")
+        shown = f"{text}\n---\nHere is an example.\n\n{solved}\n---\n"
         self._load(self.split_ids("valid_seen")[0])
         if not self.game.old:
             warn("the authors' agent writes `put X in/on Y`, and these games want the newer `move X to Y`")

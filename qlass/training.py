@@ -119,9 +119,9 @@ def my_share(portions: list[T]) -> list[tuple[T, int]]:
     """This process's portions, every n-th of n processes, and how often the loss of each counts: 1,
     or 0 of a spare one, as processes that gather layers together need as many portions each."""
     rank, n = share()
-    mine = [(portion, 1) for portion in portions[rank::n]]
-    spare = math.ceil(len(portions) / n) - len(mine)
-    return mine + [(portions[-1], 0)] * spare
+    own = [(portion, 1) for portion in portions[rank::n]]
+    spare = math.ceil(len(portions) / n) - len(own)
+    return own + [(portions[-1], 0)] * spare
 
 
 def all_reduce(model: nn.Module, loss: float) -> float:

@@ -78,12 +78,12 @@ def replayed(demonstration: Demonstration, env: envs.TextEnv, task: str) -> Iter
     recorded = demonstration.state.observations[1:]
     for number, text in enumerate(demonstration.state.actions):
         action = parse_action(text)
-        known = env.knows(action)
+        valid = env.knows(action)
         _, state, reward, done = next(moves)
         answer = again.sub("...", state.observation)  # the task would hide the rest
         yield f"  {number + 1:3} {textwrap.shorten(action, WIDTH - 6, placeholder=' ...')}"
         yield f"      {textwrap.shorten(answer, WIDTH - 6, placeholder=' ...')}"
-        if not known:
+        if not valid:
             yield "      <- the environment does not know it"
         if number < len(recorded) and recorded[number].strip() != state.observation.strip():
             yield "      <- another answer than recorded"

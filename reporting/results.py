@@ -238,8 +238,8 @@ def leaks(table: pd.DataFrame) -> Iterator[str]:
         if settings.exists() and any(learned.values()):
             run = tomllib.loads(settings.read_text(encoding="utf-8"))["run"]
             env = envs.make(run["env"], **options_of(envs.environment_class(run["env"]), run["env_option"]))
-            for checkpoint, known in learned.items():
-                subjects = set(map(env.subject, known or ()))
+            for checkpoint, ids in learned.items():
+                subjects = set(map(env.subject, ids or ()))
                 if n := sum(env.subject(task) in subjects for task in tasks):
                     yield f"{checkpoint} has learned from {n} of {len(tasks)} tasks that were played, or their subjects"
 

@@ -16,7 +16,7 @@ import envs
 from data import make_alfworld
 from environments.alfworld import games as alfworld_data
 from environments.alfworld.env import ALFWorldEnv
-from environments.alfworld.expert import told
+from environments.alfworld.expert import is_explicit
 from environments.alfworld.plans import plan
 from qlass import UserError
 
@@ -135,7 +135,7 @@ def test_generated_games(made):
         layouts[split].append(folder.rsplit("-", 1)[1])
         problems[json.loads(games.path(task_id).read_text())["pddl_problem"]].append(task_id)
         game = games.load(task_id)
-        assert walk(game, ";".join(game.walkthrough))[0].won and told(game.goal, game.task), task_id
+        assert walk(game, ";".join(game.walkthrough))[0].won and is_explicit(game.goal, game.task), task_id
     assert {split: len(some) for split, some in layouts.items()} == {
         "train": 150,
         "valid_seen": 140,
@@ -238,7 +238,7 @@ def test_a_task_in_an_annotators_words_is_played_for_the_goal_and_without_though
     assert {thought for thought, _ in env.candidates()} == {""}
     steps = [(thought, env.step(action)[1]) for thought, action in env.expert(env.task_id)]
     assert steps[-1] == ("", 1.0)
-    assert told(game.goal, sentence) == (sentence not in PEOPLE)
+    assert is_explicit(game.goal, sentence) == (sentence not in PEOPLE)
 
 
 @pytest.mark.parametrize(("change", "words"), [

@@ -20,7 +20,7 @@ STATES = {"clean": "clean", "hot": "heat", "cool": "cool"}
 DONE = {verb: word for word, verb in STATES.items()}
 
 
-def told(goal: Goal, sentence: str) -> bool:
+def is_explicit(goal: Goal, sentence: str) -> bool:
     """True if a sentence says the goal and no more by the names of types, as ALFWorld's own sentences do."""
     words = set(re.findall(r"\w+", sentence))
     treatments = {STATES.get(word, word) for word in words & {*STATES, *TREATMENTS}}
@@ -53,7 +53,7 @@ class Memory:
     near: frozenset[str] = frozenset()  # those within reach: several may stand side by side
     hand: str = ""
     put: str = PUT[0]  # how this game words it
-    told: bool = True  # the task's sentence says the wish
+    explicit: bool = True  # the task's sentence says the wish
     treated: frozenset[tuple[str, str]] = frozenset()  # (verb, object)
     lit: frozenset[str] = frozenset()
 
@@ -61,7 +61,7 @@ class Memory:
     def first(cls, text: str, goal: Goal, rates: Mapping[tuple[str, str], float], old: bool) -> Memory:
         room, _, sentence = text.partition("Your task is to: ")
         receptacles = tuple(reversed(_things(room)))  # the texts count down: "cabinet 2, a cabinet 1"
-        return cls(goal, rates, receptacles, {}, put=PUT[old], told=told(goal, sentence))
+        return cls(goal, rates, receptacles, {}, put=PUT[old], explicit=is_explicit(goal, sentence))
 
     def after(self, command: str, text: str, commands: Container[str]) -> Memory:
         """The memory after a command, the text that answered it, and the commands that are offered next."""
@@ -210,7 +210,7 @@ class Memory:
         """Knowledge about a command's object, from the texts so far, and in view of what the task asks.
 
         None where an annotator wrote the task: a thought would give away how the goal reads the sentence."""
-        if not self.told:
+        if not self.explicit:
             return ""
         verb, one, two = _parse(command)
         match verb:

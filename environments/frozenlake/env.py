@@ -35,7 +35,7 @@ class FrozenLakeEnv(TextEnv):
     )
     prefix, instruction, markov = "", introduction, True
     tree_steps = 18
-    given = ""  # another first user message, for all tasks
+    replacement = ""  # another first user message, for all tasks
 
     def __init__(self, map: str = "8x8", slippery: bool = False, stray: float = 0.3) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class FrozenLakeEnv(TextEnv):
         return [task for i, task in enumerate(lake.tasks(self.layout)) if i % 5 in part]
 
     def instruct(self, instruction: str) -> None:
-        self.given = self.instruction = instruction
+        self.replacement = self.instruction = instruction
 
     def canonical(self, action: str) -> str:
         return move if (move := action.strip().lower()) in lake.MOVES else action
@@ -65,7 +65,7 @@ class FrozenLakeEnv(TextEnv):
         rows = ((" " if self.new_map else "").join(row) for row in self.lake.desc.astype(str))
         self.rows = "\n".join(rows).replace("S", "F")
         own = self.introduction if self.new_map else f"{self.introduction}\nThe map:\n{self.rows}"
-        self.instruction = self.given or own
+        self.instruction = self.replacement or own
 
     def begin(self, task_id: str) -> str:
         self._load(task_id)

@@ -117,8 +117,8 @@ class SciWorldEnv(TextEnv):
         if self.recent and self.recent[-1][1].startswith(simulator.AMBIGUOUS):
             return [(meant, str(i)) for i, meant in enumerate(simulator.choices(self.recent[-1][1]))]
         recent = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
-        known = " ".join(self.inventory), " ".join(self.read_here)
-        actions = expert.candidates(self.valid_actions(), self.task, recent, *known)
+        knowledge = " ".join(self.inventory), " ".join(self.read_here)
+        actions = expert.candidates(self.valid_actions(), self.task, recent, *knowledge)
         return [(expert.thought(action), action) for action in actions]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
