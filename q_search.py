@@ -262,7 +262,7 @@ def load(config: Config, env: envs.TextEnv, plan: Sequence[Any]) -> tuple[Chat, 
 def load_scorer(config: Config) -> tuple[Any, Path]:
     """Return a function that answers Score requests, and the folder of its QNet."""
     if config.qnet and "://" in config.qnet:
-        from qlass.served import ServedQNet
+        from integrations.served import ServedQNet
 
         served = ServedQNet(config.qnet, config)
         return served, served.folder

@@ -9,12 +9,12 @@ import numpy as np
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from experiments.servers import Remote, Server, Usage
 from qlass import UserError
-from qlass.batching import Candidate, Remote, Sample
+from qlass.batching import Candidate, Sample
 from qlass.messages import State
 from qlass.noise import uniforms
 from qlass.records import as_user_error
-from qlass.served import Server, Usage
 
 
 class Message(TypedDict):

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from experiments.chat_policy import ChatServer
+from experiments.servers import Remote
 from q_search import Episode, Method
 from qlass import UserError
-from qlass.batching import Candidate, Remote, Sample
+from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
 from qlass.messages import State
 from qlass.results import environment_tokens

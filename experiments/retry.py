@@ -16,9 +16,10 @@ import envs
 import q_search
 from experiments.chat_policy import ChatServer
 from experiments.compare import Variant
+from experiments.servers import Remote
 from q_search import Episode, Method, episode
 from qlass import UserError
-from qlass.batching import Remote, Request, Score
+from qlass.batching import Request, Score
 from qlass.chat import Chat
 from qlass.messages import State
 from qlass.settings import not_in_recipe, read_settings, run_stage

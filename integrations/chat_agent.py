@@ -42,9 +42,10 @@ from tyro.conf import Fixed, arg
 import envs
 import q_search
 from experiments.chat_policy import ChatServer, Reply
+from experiments.servers import Remote
 from q_search import Episode, Method, methods_of
 from qlass import UserError
-from qlass.batching import Candidate, Remote, Sample, Score
+from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Rendering
 from qlass.demonstrations import demonstrate
 from qlass.files import Inputs, dumps, warn

@@ -13,7 +13,7 @@ def load_agent(sft: Path, config: Sampling, env: Any = None) -> Any:
     """The agent in the checkpoint `sft`, which is to play `env` from the messages that it was
     cloned with; with --server only its tokenizer is here."""
     if config.server:
-        from qlass.served import ServedPolicy
+        from integrations.served import ServedPolicy
 
         agent: Any = ServedPolicy(sft, config)
     else:

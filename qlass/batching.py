@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import dataclasses
-import functools
 import itertools
 import math
 import queue
-import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -95,38 +92,14 @@ def ask(
 Models = dict[type, Callable[[list], list]]  # what answers a list of requests, by their type
 
 
-@functools.cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop, in a thread of its own, of all that waits for servers."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-@dataclasses.dataclass
-class Remote:
-    """A model behind a server, which `drive` asks request by request."""
-
-    answer: Callable[[Any], Coroutine]  # to a request
-
-    def begin(self, request: Any, ready: Callable = bool) -> Callable[[], Any]:
-        """Ask. Returns what waits for the answer; `ready` is called when it is there."""
-        future = asyncio.run_coroutine_threadsafe(self.answer(request), event_loop())
-        future.add_done_callback(ready)
-        return future.result
-
-    def __call__(self, requests: list) -> list:
-        return [wait() for wait in list(map(self.begin, requests))]
-
-
 def drive(
     players: Iterable[Coroutine[Any, Any, T]], models: Models, width: int = 64
 ) -> Iterator[T]:
     """Advance up to `width` coroutines side by side; yield what each returns as it finishes.
 
     This is an event loop without a clock: a player sleeps until a model has answered it. Requests
-    of one type from all players are answered in one call of `models[type]`. A `Remote` is asked at
-    once, and its player goes on as soon as the answer is there.
+    of one type from all players are answered in one call of `models[type]`. A model that a server
+    has (experiments.servers.Remote) is asked at once, and its player goes on with the answer.
     """
     asleep = collections.defaultdict(list)  # by type of request: players, each with its request
     remote = {}  # players that a server is to answer, each with what waits for it
@@ -141,7 +114,7 @@ def drive(
             finished.append(stop.value)
             return
         model = models[type(request)]
-        if isinstance(model, Remote):
+        if hasattr(model, "begin"):
             remote[player] = model.begin(request, lambda _: ready.put(player))
         else:
             asleep[type(request)].append((player, request))

@@ -22,13 +22,13 @@ import envs
 import q_search
 from docs.switches import Switches
 from integrations import gguf, trackers
+from integrations.served import ServedQNet
 from integrations.trl import games, prompts
 from integrations.values import episode_reward, turn_values
 from qlass import UserError, models
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, replay, start, step
-from qlass.served import ServedQNet
 from train_qnet import QNet, scorer
 
 # ----------------------------------------------------------------- QNet's values; vLLM on a CPU (requirements-vllm.txt)

@@ -1,113 +1,27 @@
-"""The agent's weights, or a QNet's, behind an OpenAI-compatible server, such as vLLM or SGLang. The
-folder of these weights is here too: it has tokenizer and metadata.
-
-The client of `openai` waits for a server that is busy or away, once it has answered. A reply is
-read by its type. What a server answers otherwise, and what it has read in part or not finished,
-stops the run in one line: the same command goes on.
+"""The agent's weights, or a QNet's, behind an OpenAI-compatible server, such as vLLM or SGLang. The folder of these
+weights is here too: it has tokenizer and metadata. `--server` and `--qnet URL#MODEL` of a stage lead here.
 """
 
 import asyncio
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypeVar
 
 import numpy as np
-from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter
-from typing_extensions import TypedDict
 
+from experiments.servers import Embeddings, Remote, Server
 from qlass import UserError
-from qlass.batching import Candidate, LogProb, Remote, Sample, Score
+from qlass.batching import Candidate, LogProb, Sample, Score
 from qlass.files import meta_of, warn
 from qlass.messages import State
 from qlass.models import load_chat
 from qlass.noise import uniforms
 from qlass.policy import QUESTION
-from qlass.records import as_user_error
 from qlass.settings import Sampling
 
-TRIES = 80  # after waits of 0.5, 1, 2, 4, 8, 8, ... seconds
 # Else vLLM and SGLang take these from the model's generation_config.json.
 NEUTRAL = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
-R = TypeVar("R")
-
-
-class Usage(TypedDict):
-    """Tokens."""
-
-    prompt_tokens: NonNegativeInt
-    completion_tokens: NotRequired[NonNegativeInt]
-
-
-class Text(TypedDict):
-    text: str
-    finish_reason: Literal["stop", "length"]
-    prompt_logprobs: NotRequired[list | None]
-
-
-class Completion(TypedDict):
-    choices: tuple[Text]
-    usage: Usage
-
-
-class Embedding(TypedDict):
-    index: int
-    embedding: tuple[FiniteFloat]
-
-
-class Embeddings(TypedDict):
-    data: list[Embedding]
-    usage: Usage
-
-
-class Server:
-    """The model at http://HOST:PORT/v1#MODEL, asked with $OPENAI_API_KEY."""
-
-    def __init__(self, url: str, width: int | None = None) -> None:
-        import openai
-
-        address, _, self.model = url.partition("#")
-        if not self.model:
-            raise UserError(f"{url}: name its model, URL#MODEL")
-        key = os.environ.get("OPENAI_API_KEY") or "none"
-        self.url = url
-        self.room = asyncio.Semaphore(width or 64)  # requests at once
-        self.client = openai.AsyncOpenAI(base_url=address, api_key=key)
-        self.answered = False
-
-    async def ask(self, path: str, kind: type[R], **body: Any) -> R:
-        """The reply to a request, by its type. UserError with what the server says instead."""
-        import openai
-
-        async def post(tries: int) -> Any:
-            options = {"body": {"model": self.model} | body, "options": {"max_retries": tries}}
-            async with self.room:
-                return await self.client.post(path, cast_to=object, **options)
-
-        away = openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError
-        with as_user_error(self.url):
-            try:
-                reply = await post(1)
-            except away:
-                if not self.answered:
-                    raise
-                warn(f"{self.url}: is busy or away: waiting for it, ten minutes at most")
-                reply = await post(TRIES)
-            except openai.APIStatusError as error:
-                raise ValueError(f"status {error.status_code} {error.response.text}") from error
-        self.answered = True
-        with as_user_error(f"{self.url}: it answers {reply!r:.400}"):
-            return TypeAdapter(kind).validate_python(reply)
-
-    async def complete(self, prompt: list[int], **options: Any) -> tuple[Text, int]:
-        """The completion of a prompt of token ids, and how many tokens it wrote."""
-        reply = await self.ask("/completions", Completion, prompt=prompt, **options)
-        usage = reply["usage"]
-        if usage["prompt_tokens"] != len(prompt):
-            raise UserError(f"{self.url}: reads {len(prompt)} tokens as {usage}")
-        return reply["choices"][0], usage.get("completion_tokens", 0)
 
 
 class Untold(UserError):
