@@ -119,12 +119,12 @@ case $ENV in
         files=()
         for episode in 0 1 2; do  # of each game
             files+=("$RUN/results-$episode.jsonl")
-            "$PYTHON" -m experiments.compare --env integrations.qlass_evaluation:ALFWorld --preset paper --run "$RUN" \
+            "$PYTHON" -m experiments.compare --env experiments.qlass_evaluation:ALFWorld --preset paper --run "$RUN" \
                 --seed $episode --env-option "data=$ALFWORLD_DATA" --env-option "instruction=$ETO/alfworld_inst.txt" \
                 --env-option "example=$ETO/alfworld_icl.json" --split valid_seen \
                 --method sample qlass oracle_lookahead -M 2 --out "$RUN/results-$episode.jsonl" "${searches[@]}"
         done
-        "$PYTHON" -m integrations.qlass_evaluation "${files[@]}" ;;
+        "$PYTHON" -m experiments.qlass_evaluation "${files[@]}" ;;
     gpu_check)  # without a GPU a small model takes the same path: that shows that this works, and its figures mean nothing
         RUN=${run:-runs/gpu-check}
         export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1

@@ -13,7 +13,8 @@ from torch.nn.functional import linear
 
 import q_search
 from environments.alfworld.env import ALFWorldEnv
-from integrations import qlass_evaluation, qlass_release
+from experiments import qlass_evaluation
+from integrations import qlass_release
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.files import read_jsonl
@@ -98,7 +99,7 @@ OPENING = (
 def test_search_by_the_published_weights(release, made):
     """Whole, by its flags: each candidate's value in the lines is the formula's of the text that the lines tell."""
     name, folder = release
-    argv = ["--env", "integrations.qlass_evaluation:ALFWorld", *prompt_files(), "--env-option", f"data={made}"]
+    argv = ["--env", "experiments.qlass_evaluation:ALFWorld", *prompt_files(), "--env-option", f"data={made}"]
     argv += ["--run", str(folder / "run"), "--split", "valid_seen", "--limit", "1", "--overwrite"]
     q_search.main([*argv, "--max-steps", "3", "--max-new-tokens", "8"])
     [line] = read_jsonl(folder / "run" / "results.jsonl")

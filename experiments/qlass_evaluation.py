@@ -1,7 +1,7 @@
 """The evaluation of QLASS's authors on ALFWorld (Rafa-zy/QLASS at 6f2cdf4): their prompt, and the figures they print.
 
-    python q_search.py --env integrations.qlass_evaluation:ALFWorld ...    # as in runs/paper.sh release
-    python -m integrations.qlass_evaluation RUN/results-*.jsonl            # a file for each episode of a game
+    python q_search.py --env experiments.qlass_evaluation:ALFWorld ...    # as in runs/paper.sh release
+    python -m experiments.qlass_evaluation RUN/results-*.jsonl            # a file for each episode of a game
 
 The paper's table does not say which of the three figures it has.
 """
