@@ -331,7 +331,7 @@ def main(argv: list[str] | None = None) -> None:
     inputs: Inputs = {"sft": sft, "expert": None if config.no_expert else expert}
 
     def load() -> Any:
-        from qlass.agent import load_agent  # torch is loaded here
+        from qlass.policy import load_agent  # torch is loaded here
 
         return load_agent(sft, config, env)
 
