@@ -25,29 +25,17 @@ from qlass import UserError  # first: it tells a missing package in one line
 
 # isort: split
 import copy
-import difflib
-import importlib
 import zlib
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 
-from environments import (
-    ENVIRONMENTS,
-    SHARED,
-    AnyText,
-    contents_of,
-    fair_order,
-    options_of,
-    parameters,
-)
-from environments.check import check
+from environments import AnyText, fair_order
+from environments import from_config as from_config
+from environments import make as make
 from environments.hooks import Hooks
-from qlass.records import as_user_error
-from qlass.settings import Run
 
 OVER = "The episode is over."  # the answer to a step after the end
 
@@ -181,61 +169,3 @@ class TextEnv(Hooks, gymnasium.Env):
     def load(self, saved: Any) -> None:
         """Return to what was saved, also in another task; `saved` must stay as it is."""
         raise NotImplementedError
-
-
-# -------------------------------------------------------------------- environments by their names
-
-
-def environment_class(name: str) -> type[TextEnv]:
-    """The class of an environment by its name, or by MODULE:CLASS for one of your own."""
-    module, _, kind = ENVIRONMENTS.get(name, name).partition(":")
-    if not kind:
-        raise UserError(
-            f"--env {name}: there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
-        )
-    with as_user_error(f"--env {name}", errors=ModuleNotFoundError):
-        namespace = importlib.import_module(module)
-    if not hasattr(namespace, kind):
-        near = [f" (there is {n})" for n in difflib.get_close_matches(kind, dir(namespace), 1)]
-        raise UserError(f"--env {name}: no such class{''.join(near)}")
-    return getattr(namespace, kind)
-
-
-def make(name: str, split: str = "train", **options: Any) -> TextEnv:
-    """Build an environment by name; options are those of its class (`data`, ...) and of every one:
-
-    split: from which a reset draws that names no task. max_steps: None for no limit.
-    instruction: a file with another first user message.
-    """
-    kind = environment_class(name)
-    shared = {key: options.pop(key) for key in SHARED if key in options.keys() - parameters(kind)}
-    env = kind(**options)
-    env.split = split
-    env.max_steps = shared.get("max_steps", env.max_steps)
-    if file := shared.get("instruction"):
-        env.instruct(Path(file).read_text(encoding="utf-8-sig"))
-    return env
-
-
-def from_config(config: Run) -> TextEnv:
-    """The environment of --env and --env-option.
-
-    Its `settings` are its part of a recipe, in which a file counts by its content, not by its
-    place. A class of your own is checked at its first use.
-    """
-    options = options_of(environment_class(config.env), config.env_option)
-    env = make(config.env, **options)
-    width = getattr(config, "in_flight", None) or 1
-    if width > env.side_by_side:
-        raise UserError(f"--in-flight {width}: {env.name} plays {env.side_by_side} side by side")
-    if config.env not in ENVIRONMENTS and not config.file.exists():
-        check(env)
-    files = contents_of(options)
-    places = {*files, "cache"}
-    env.settings = {
-        "env": config.env,
-        "env_option": tuple(w for w in config.env_option if w.partition("=")[0] not in places),
-        "env_files": files,
-        "env_version": env.version,
-    }
-    return env

@@ -6,18 +6,26 @@ No model and no stage of the pipeline is needed here.
 import qlass as qlass  # first: it says in one line which package is missing
 
 # isort: split
+import difflib
 import hashlib
+import importlib
 import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 from gymnasium import spaces
 
+from environments import check
 from qlass import UserError
+from qlass.records import as_user_error
+from qlass.settings import Run
+
+if TYPE_CHECKING:
+    from envs import TextEnv
 
 WHERE = "(docs/models.md, section Data, says where the originals' files are from)"  # of what is missing
 
@@ -28,7 +36,7 @@ ENVIRONMENTS = {
     "sciworld": "environments.sciworld.env:SciWorldEnv",
     "frozenlake": "environments.frozenlake.env:FrozenLakeEnv",
 }
-SHARED: dict[str, Any] = {"max_steps": None, "instruction": ""}  # options of every class (`envs.make`)
+SHARED: dict[str, Any] = {"max_steps": None, "instruction": ""}  # options of every class (`make`)
 
 for _name, _place in ENVIRONMENTS.items():  # gymnasium.make("envs:qlass/WebShop-v0", split="test")
     _kind = _place.partition(":")[2].removesuffix("Env")
@@ -123,3 +131,59 @@ def fingerprint(path: Path) -> str:
     files = sorted(file for file in path.rglob("[!.]*") if file.is_file())
     listing = "".join(f"{os.path.relpath(file, path)} {file.stat().st_size}\n" for file in files)
     return hashlib.sha256(listing.encode()).hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------- environments by their names
+
+
+def environment_class(name: str) -> type["TextEnv"]:
+    """The class of an environment by its name, or by MODULE:CLASS for one of your own."""
+    module, _, kind = ENVIRONMENTS.get(name, name).partition(":")
+    if not kind:
+        raise UserError(f"--env {name}: there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own")
+    with as_user_error(f"--env {name}", errors=ModuleNotFoundError):
+        namespace = importlib.import_module(module)
+    if not hasattr(namespace, kind):
+        near = [f" (there is {n})" for n in difflib.get_close_matches(kind, dir(namespace), 1)]
+        raise UserError(f"--env {name}: no such class{''.join(near)}")
+    return getattr(namespace, kind)
+
+
+def make(name: str, split: str = "train", **options: Any) -> "TextEnv":
+    """Build an environment by name; options are those of its class (`data`, ...) and of every one:
+
+    split: from which a reset draws that names no task. max_steps: None for no limit.
+    instruction: a file with another first user message.
+    """
+    kind = environment_class(name)
+    shared = {key: options.pop(key) for key in SHARED if key in options.keys() - parameters(kind)}
+    env = kind(**options)
+    env.split = split
+    env.max_steps = shared.get("max_steps", env.max_steps)
+    if file := shared.get("instruction"):
+        env.instruct(Path(file).read_text(encoding="utf-8-sig"))
+    return env
+
+
+def from_config(config: Run) -> "TextEnv":
+    """The environment of --env and --env-option.
+
+    Its `settings` are its part of a recipe, in which a file counts by its content, not by its
+    place. A class of your own is checked at its first use.
+    """
+    options = options_of(environment_class(config.env), config.env_option)
+    env = make(config.env, **options)
+    width = getattr(config, "in_flight", None) or 1
+    if width > env.side_by_side:
+        raise UserError(f"--in-flight {width}: {env.name} plays {env.side_by_side} side by side")
+    if config.env not in ENVIRONMENTS and not config.file.exists():
+        check.check(env)
+    files = contents_of(options)
+    places = {*files, "cache"}
+    env.settings = {
+        "env": config.env,
+        "env_option": tuple(w for w in config.env_option if w.partition("=")[0] not in places),
+        "env_files": files,
+        "env_version": env.version,
+    }
+    return env

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 
 import envs
-from environments import options_of
+from environments import environment_class, options_of
 from environments.check import check
 from qlass.settings import Run, not_in_recipe, read_settings, run_stage
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     named = ["--env"] if argv and not argv[0].startswith("-") else []
     config = read_settings(Config, __doc__, [*named, *argv])
-    env = envs.make(config.env, **options_of(envs.environment_class(config.env), config.env_option))
+    env = envs.make(config.env, **options_of(environment_class(config.env), config.env_option))
     if config.play:
         play(env, config.seed)
     else:

@@ -28,9 +28,7 @@ class Untold(UserError):
     """The server does not tell what is asked."""
 
 
-def check(
-    server: Server, folder: Path, answer: Callable[[list], list], config: Sampling, most: float
-) -> None:
+def check(server: Server, folder: Path, answer: Callable[[list], list], config: Sampling, most: float) -> None:
     """Ask a fixed question, whose answer the checkpoint's metadata have. UserError if the server's
     differs by more than `most`, or by ten times as much with --load-in: served in few bits."""
     fingerprint = meta_of(folder).get("fingerprint")

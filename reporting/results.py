@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 import envs
-from environments import options_of
+from environments import environment_class, options_of
 from qlass import UserError, records
 from qlass.files import input_of, meta_of, warn
 from qlass.messages import parse_action
@@ -237,7 +237,7 @@ def leaks(table: pd.DataFrame) -> Iterator[str]:
         learned = {checkpoint: meta_of(checkpoint).get("tasks") for checkpoint in checkpoints}
         if settings.exists() and any(learned.values()):
             run = tomllib.loads(settings.read_text(encoding="utf-8"))["run"]
-            env = envs.make(run["env"], **options_of(envs.environment_class(run["env"]), run["env_option"]))
+            env = envs.make(run["env"], **options_of(environment_class(run["env"]), run["env_option"]))
             for checkpoint, ids in learned.items():
                 subjects = set(map(env.subject, ids or ()))
                 if n := sum(env.subject(task) in subjects for task in tasks):

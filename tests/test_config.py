@@ -9,11 +9,10 @@ from fakes import settings_of
 
 import bellman
 import build_trees
-import envs
 import q_search
 import sft
 import train_qnet
-from environments import options_of
+from environments import environment_class, options_of
 from qlass import UserError, settings
 from qlass.device import device_and_precision
 from qlass.outputs import find_or_make
@@ -75,7 +74,7 @@ def test_a_preset_says_all_that_the_outputs_of_a_run_depend_on_and_nothing_else(
     assert tables["run"]["env"] in (file.stem, "MODULE:CLASS")
     assert (tables["sft"]["model"] == "tiny") == (file.parent.name == "tiny")
     if file.stem != "any":
-        options_of(envs.environment_class(file.stem), tables["run"]["env_option"])  # a UserError for an unknown one
+        options_of(environment_class(file.stem), tables["run"]["env_option"])  # a UserError for an unknown one
     for module in MODULES:
         table = tables["run"] | tables.get(module.Config.stage, {})
         config = module.Config(**{"lr": 1, "epochs": 1, "batch": 1, "patience": 1} if module.Config.stage == "" else {})

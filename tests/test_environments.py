@@ -290,7 +290,7 @@ def test_a_person_plays_a_task(monkeypatch, capsys):
 
 def test_a_class_of_ones_own_is_checked_at_its_first_use(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(envs, "check", lambda env: asked.append(env.name))
+    monkeypatch.setattr("environments.check.check", lambda env: asked.append(env.name))
     config = Sampling(env="test_environments:Board", run=tmp_path)
     envs.from_config(config)
     assert asked == ["board"]
@@ -320,7 +320,7 @@ def built(*options: str, kind: str = "Maze"):
 
 
 def test_options_arrive_as_their_defaults_are(monkeypatch, tmp_path):
-    monkeypatch.setattr(envs, "check", lambda env: None)
+    monkeypatch.setattr("environments.check.check", lambda env: None)
     assert built("size=2", "level=7", "rate=1", "dark=true").options == (2, 1, "7", True, None, None)
     options = built("size=2", "rate=null", "limit=3", f"file={tmp_path}").options
     assert options == (2, None, "1", False, 3, str(tmp_path))

@@ -217,7 +217,8 @@ def test_what_is_to_be_minded_is_on_the_page(tmp_path, capsys):
 
 def test_tasks_that_a_checkpoint_has_learned_from_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(FakeEnv, "subject", lambda self, task: task.replace("x", "z"))  # x and z want one product
-    monkeypatch.setattr("envs.environment_class", lambda name: FakeEnv)
+    monkeypatch.setattr("environments.environment_class", lambda name: FakeEnv)
+    monkeypatch.setattr("reporting.results.environment_class", lambda name: FakeEnv)
     folder = Path(run_folder(tmp_path / "run", tasks="xy"))
     for name, learned in (("sft", ["z"]), ("qnet", ["u"])):
         file = folder / f"{name}.meta.json"

@@ -11,7 +11,7 @@ from string import Template
 
 import pytest
 
-import envs
+from environments import environment_class
 from qlass import settings
 
 ROOT = Path(__file__).parents[1]
@@ -131,7 +131,7 @@ def test_hyperparameters_of_table_5_and_protocols_of_the_paper(
     has(sft, model="meta-llama/Llama-2-7b-chat-hf", epochs=3, lr=1e-5, batch=64, max_tokens=4096, lora=None)
     has(sft, expert=Path(f"/eto/{script}_sft.json"))
     has(trees, depth=depth, width=3, steps=None, limit=0, tasks="cloned", temperature=None)  # the checkpoint's: .7
-    world = envs.environment_class(script)
+    world = environment_class(script)
     assert (world.tree_steps, world.max_steps) == (tree_steps, max_steps)
     has(bellman, gamma=0.9)
     has(qnet, epochs=2, lr=1e-5, batch=64, loss_on="all", rank_weight=0, lora=None, max_tokens=4096)
