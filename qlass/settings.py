@@ -6,9 +6,7 @@ class, where the paper's settings stand. `--help` shows the values that apply.
 """
 
 import dataclasses
-import itertools
 import json
-import os
 import re
 import sys
 import tomllib
@@ -47,7 +45,8 @@ class Run:
     extends_options: ClassVar[bool] = False  # may add --env-option to those of the run
 
     env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
-    env_option: tuple[str, ...] = not_in_recipe(())  # NAME=VALUE, of the environment
+    # NAME=VALUE, of the environment
+    env_option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = not_in_recipe(())
     run: Path = not_in_recipe(UNNAMED)  # folder of this run's files
     # of a new run (paper: pretrained)
     preset: Literal["tiny", "paper"] | None = not_in_recipe(None)
@@ -125,28 +124,7 @@ def parse(
 ) -> C:
     """Read the flags, then `default`, then the class. doc: a module's docstring, with which
     --help begins."""
-    words = together(kind, sys.argv[1:] if argv is None else argv)
-    return tyro.cli(kind, args=words, description=doc, config=FORM, default=default)
-
-
-def together(kind: type, words: Sequence[str]) -> list[str]:
-    """The words with all values of a flag behind its first place; UserError for a flag with one
-    value that is given twice."""
-    types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    flags: dict[str, list[str]] = {"": []}  # by name, each with its values
-    name = ""
-    for word in words:
-        if not re.match("--?[a-zA-Z]", word):
-            flags[name].append(word)
-            continue
-        flag, equals, value = word.partition("=")
-        name = flag.lstrip("-").replace("-", "_")
-        if name.swapcase() in types:
-            raise UserError(f"{flag}: there is {flag.swapcase()}")
-        if name in flags and "tuple[" not in types.get(name, ""):
-            raise UserError(f"{flag} is given twice")
-        flags.setdefault(name, [flag]).extend([value] if equals else [])
-    return list(itertools.chain(*flags.values()))
+    return tyro.cli(kind, args=argv, description=doc, config=FORM, default=default)
 
 
 def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R:
@@ -162,14 +140,13 @@ def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = N
         raise other_kind(own, f"--preset {config.preset}")
     if (model == "tiny") != (own.preset == "tiny"):
         raise other_kind(own, f"--model {model}")
+    options = tuple({word.partition("=")[0]: word for word in config.env_option}.values())
     if own.file.exists():
-        options = tuple(dict.fromkeys((*own.env_option, *config.env_option)))
         more = options != own.env_option and not kind.extends_options
         if more or config.env != own.env:
             shown = " ".join([own.env, *own.env_option])
             raise UserError(f"{own.file} is of {shown}: change it there, or name another --run")
-        config = dataclasses.replace(config, env_option=options)
-    return by_types(kind, vars(config), "flags")
+    return by_types(kind, vars(config) | {"env_option": options}, "flags")
 
 
 def defaults(config: R) -> R:
@@ -238,15 +215,6 @@ FITS = (
 )
 
 
-def reader_is_gone() -> bool:
-    """True if nobody reads stdout any more, as with `| head`; else another pipe is broken."""
-    try:
-        print(flush=True)
-    except BrokenPipeError:
-        return True
-    return False
-
-
 def run_stage(main: Callable[[], None]) -> None:
     """A script's last line: a mistake in one line, with exit code 2."""
     try:
@@ -255,9 +223,6 @@ def run_stage(main: Callable[[], None]) -> None:
         print("stopped; the same command resumes, without --overwrite", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and reader_is_gone():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(141)
         problem = str(error)
         if out_of_memory(error):
             problem = f"out of memory: {FITS}"

@@ -128,14 +128,9 @@ def test_a_run_is_of_one_kind_of_model(own, agent):
         assert find_or_make(config.sft, "sft", "sft", config) == agent
 
 
-def test_a_flag_given_twice_adds_up_or_is_refused():
-    config = settings_of(q_search, "-M", "2", "4", "--method", "greedy", "--limit=3", "-M", "6", "--method=qlass")
-    assert (config.M, config.method, config.limit) == ((2, 4, 6), ("greedy", "qlass"), 3)
+def test_options_of_an_environment_add_up():
     options = ("--env-option", "a=1", "--seed", "1", "--env-option=b=2")
     assert settings_of(build_trees, *options).env_option == ("a=1", "b=2")
-    for flags, says in ((["--expert", "a", "--expert=b"], "--expert is given twice"), (["-m", "4"], "-m: there is -M")):
-        with pytest.raises(UserError, match=says):
-            settings_of(q_search if "-m" in flags else sft, *flags)
 
 
 def test_a_run_has_one_environment_and_seed(tmp_path):
