@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from qlass.files import meta_path, write_json, write_jsonl
-from qlass.outputs import begin, changed_inputs, find_or_make
+from qlass.outputs import begin, find_or_make
 from qlass.settings import Run, Share, not_in_recipe, read_settings, run_stage
 from qlass.trees import children_of, read_trees
 
@@ -59,13 +59,12 @@ def label(tree: list[dict], raw: list[float]) -> list[dict]:
 
 
 def write_labels(config: Config, values: Values = q_values) -> None:
-    """Label all trees; they may have changed since. values: of a tree's nodes, by gamma."""
+    """Label all trees. values: of a tree's nodes, by gamma."""
     path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
     out = config.path
     labelled = [label(tree, values(tree, config.gamma)) for tree in read_trees(path)]
-    anew = dataclasses.replace(config, overwrite=config.overwrite or any(changed_inputs(out)))
     # Targets of experiments.targets are labels of the same name.
-    meta = begin(out, anew, {"target": "q"} | config.recipe(), {"trees": path})
+    meta = begin(out, config, {"target": "q"} | config.recipe(), {"trees": path})
     write_json(meta_path(out), meta | {"trees": len(labelled)})
     write_jsonl(out, chain(*labelled))
     flat = sum(not any(node["q"] for node in tree) for tree in labelled)
