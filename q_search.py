@@ -245,7 +245,6 @@ def load(config: Config, env: envs.TextEnv, plan: Sequence[Any]) -> tuple[Chat, 
         raise UserError("no method to play: --method and -M have one value or more")
     if config.server and any(method.by == "likelihood" for method in plan):
         raise UserError("--method likeliest: a server does not tell the pi(a | s) of its draws")
-    outputs.check(config.path, config, config.recipe() | env.settings)
     sft = outputs.find_or_make(config.sft, "sft", "sft", config)
     models: Models = {}
     inputs: Inputs = {"sft": sft}
@@ -305,14 +304,12 @@ def evaluate(
         keys = [results.identity(about | {"task_id": task_id}) for task_id in tasks]
         planned += keys
         todo = out.todo(keys)
-        there = sum(key in out.groups for key in keys)
         lines = (line_of(method, task_id) for task_id, *_ in todo)
         side_by_side = config.in_flight or env.side_by_side
         out.write(drive(lines, models, side_by_side), str(method), len(todo))
         rewards = [out.groups[key][0]["reward"] for key in keys if key in out.groups]
         mean = sum(rewards) / max(1, len(rewards))
-        before = f", of which {there} were there already" if there else ""
-        print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks{before}")
+        print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks")
     out.finish(planned, protocol=results.protocol(env, chat))
 
 

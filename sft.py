@@ -17,9 +17,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from qlass import UserError
-from qlass.outputs import answer_at_once, checkpoint
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+import envs
+from qlass import UserError, demonstrations, models, training
+from qlass.chat import Chat, Rendering, any_of
+from qlass.demonstrations import Demonstration
+from qlass.device import wait
+from qlass.files import Inputs, warn
+from qlass.messages import State
+from qlass.outputs import checkpoint
+from qlass.policy import QUESTION, Policy
 from qlass.settings import Learning, Number, PositiveInt, not_in_recipe, read_settings, run_stage
+from qlass.tiny import AIDS, tiny_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,32 +55,6 @@ class Config(Learning):
     heads: PositiveInt = 2  # of attention in the tiny model, of 64 numbers each
     plain: bool = not_in_recipe(False)  # for a model that reads no token trees, as --plain in play
 
-
-def start_of(config: Config) -> Path | None:
-    """The folder of the model that is to be cloned. None: the tiny model."""
-    if config.expert and not config.expert.exists():
-        raise UserError(f"{config.expert}: no such file")
-    if config.model == "tiny" and config.lora:
-        raise UserError("--lora: the tiny model's own weights are to be trained")
-    return None if config.model == "tiny" else checkpoint(config.model)
-
-
-if __name__ == "__main__":
-    answer_at_once(Config, __doc__, start_of)
-
-import torch
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
-
-import envs
-from qlass import demonstrations, models, training
-from qlass.chat import Chat, Rendering, any_of
-from qlass.demonstrations import Demonstration
-from qlass.device import wait
-from qlass.files import Inputs, warn
-from qlass.messages import State
-from qlass.policy import QUESTION, Policy
-from qlass.tiny import AIDS, tiny_model
 
 # ------------------------------------------------------------------------- examples to learn from
 
@@ -217,6 +203,13 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
 
 
 # --------------------------------------------------------------------------------------------- main
+
+
+def start_of(config: Config) -> Path | None:
+    """The folder of the model that is to be cloned. None: the tiny model."""
+    if config.model == "tiny" and config.lora:
+        raise UserError("--lora: the tiny model's own weights are to be trained")
+    return None if config.model == "tiny" else checkpoint(config.model)
 
 
 def load(

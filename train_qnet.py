@@ -27,7 +27,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from qlass.outputs import answer_at_once, find_or_make
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModel
+
+from qlass import UserError, device, files, models, training
+from qlass.batching import Score
+from qlass.chat import Chat
+from qlass.messages import State
+from qlass.outputs import find_or_make
+from qlass.pairs import Pack, Pair, families, hold_out_trees, pairs_of, ranking
+from qlass.policy import QUESTION
+from qlass.records import Label, as_user_error
 from qlass.settings import (
     Learning,
     Number,
@@ -37,6 +49,9 @@ from qlass.settings import (
     read_settings,
     run_stage,
 )
+from qlass.trees import read_trees
+
+MIN_HELD_OUT = 5  # fewer trees do not choose the epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,31 +76,6 @@ class Config(Learning, Prompt):
     max_tokens: PositiveInt = 4096  # of a packed tree
     limit: PositiveInt | None = None  # number of trees (all)
 
-
-def inputs_of(config: Config) -> tuple[Path, Path]:
-    """The labels and the agent, made if missing."""
-    labels = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
-    return labels, find_or_make(config.sft, "sft", "sft", config)
-
-
-if __name__ == "__main__":
-    answer_at_once(Config, __doc__, inputs_of)
-
-import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoModel
-
-from qlass import UserError, device, files, models, training
-from qlass.batching import Score
-from qlass.chat import Chat
-from qlass.messages import State
-from qlass.pairs import Pack, Pair, families, hold_out_trees, pairs_of, ranking
-from qlass.policy import QUESTION
-from qlass.records import Label, as_user_error
-from qlass.trees import read_trees
-
-MIN_HELD_OUT = 5  # fewer trees do not choose the epoch
 
 # -------------------------------------------------------------------------------------- the network
 
@@ -279,7 +269,8 @@ def save(qnet: QNet, out: Path, config: Config, adapter: Any) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
-    labels, sft = inputs_of(config)
+    labels = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
+    sft = find_or_make(config.sft, "sft", "sft", config)
     training.join(config)
     log = training.Training(config.path, config, {}, {"labels": labels, "sft": sft})
     if log.complete:

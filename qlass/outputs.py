@@ -15,7 +15,6 @@ No torch here, so that bellman.py starts at once.
 """
 
 import contextlib
-import difflib
 import importlib
 import itertools
 import json
@@ -51,7 +50,7 @@ from qlass.files import (
     write_jsonl,
 )
 from qlass.records import as_user_error
-from qlass.settings import R, Run, default_run, other_kind, read_settings, run_stage, write_settings
+from qlass.settings import Run, default_run, other_kind, write_settings
 
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata tell
 
@@ -98,25 +97,11 @@ def make(path: Path, stage: str, config: Run) -> None:
     flags += ["--preset", str(config.preset), *map("--env-option={}".format, config.env_option)]
     words = shlex.join(flags)
     if run != default_run(config.env) and not config.file.exists():
-        others = [file.parent.name for file in run.parent.glob("*/settings.toml")]
-        near = "".join(f" (there is {n})" for n in difflib.get_close_matches(run.name, others, 1))
-        raise UserError(f"{run}: no such run{near}; python sft.py {words} begins it")
+        raise UserError(f"{run}: no such run; python sft.py {words} begins it")
     if share()[1] > 1 or (stage != "sft" and getattr(config, "sft", None)):
         raise UserError(f"{path} is missing: make it first, by {stage}.py and one process")
     print(f"{path} is missing: making it with python {stage}.py {words}", flush=True)
     importlib.import_module(stage).main(flags)
-
-
-def answer_at_once(kind: type[R], doc: str | None, inputs_of: Callable[[R], Any]) -> None:
-    """Check the settings and inputs of a stage before torch is loaded, which takes seconds."""
-
-    def look() -> None:
-        config = read_settings(kind, doc)
-        importlib.import_module("envs").environment_class(config.env)
-        check(config.path, config, config.recipe())
-        inputs_of(config)
-
-    run_stage(look)
 
 
 def changed_inputs(output: Path) -> Iterator[str]:
@@ -137,14 +122,15 @@ def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
         env = meta_of(path)["recipe"].get("env", config.env) if path else config.env
         if env != config.env:
             raise UserError(f"{path} is of {env}, not of {config.env}: name another --{name}")
-    check(output, config, settings)  # what takes no time goes first
     hashes = {name: sha256(path) if path else None for name, path in inputs.items()}
     settings = settings | hashes | {"stage": config.stage}
     if "precision" in settings:
         from qlass.device import device_and_precision  # loads torch
 
         settings["precision"] = device_and_precision(config)[1]
-    recipe = check(output, config, settings, inputs)
+    recipe = json.loads(json.dumps(settings, default=str))
+    if is_begun(output):
+        check(output, config, recipe, inputs)
     if config.overwrite:
         for path in (output, parts_folder(output), meta_path(output)):
             remove(path)
@@ -173,28 +159,19 @@ def is_begun(output: Path) -> bool:
     return parts_folder(output).exists() or output.exists()  # in this order, see Output.read
 
 
-def check(output: Path, config: Run, settings: dict, inputs: Iterable[str] = ()) -> dict:
-    """The settings as JSON has them. UserError for an output that was begun with others.
-
-    inputs: the settings of which only the names are shown. A precision of None is not known yet.
-    """
-    recipe = json.loads(json.dumps(settings, default=str))
-    if not is_begun(output):
-        return recipe
+def check(output: Path, config: Run, recipe: dict, inputs: Iterable[str]) -> None:
+    """UserError for an output that was begun with another recipe. inputs: whose names are shown."""
     old = meta_of(output)["recipe"]
     if not old:
         raise UserError(
             f"{output}: is there without its .meta.json, so not of this command: move it"
         )
     names = [name for name in sorted(old.keys() & recipe.keys()) if old[name] != recipe[name]]
-    if "precision" in names and recipe["precision"] is None:
-        names.remove("precision")
     own = old["stage"] == config.stage
     if names and not (own and config.overwrite):
         words = [f"another {n}" if n in inputs else f"{n} {old[n]}, not {recipe[n]}" for n in names]
         way = "another --out or --run keeps both" + ", --overwrite starts again" * own
         raise UserError(f"{output} was begun with {'; '.join(words)}: {way}")
-    return recipe
 
 
 # ------------------------------------------------------------------------ outputs of several parts

@@ -209,7 +209,7 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
     monkeypatch.setattr("bellman.main", make)
     write_settings(config)
     typo = tmp_path.with_name(tmp_path.name + "rnu")  # which begins nothing
-    with pytest.raises(UserError, match=rf"rnu: no such run \(there is {tmp_path.name}\); python sft.py --run"):
+    with pytest.raises(UserError, match=r"rnu: no such run; python sft.py --run"):
         find(config=dataclasses.replace(config, run=typo))
     (tmp_path / "trees.jsonl").write_text("1")
     assert "is missing: making it with python bellman.py --run" in find()

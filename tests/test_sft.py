@@ -140,7 +140,7 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone):
     agent = clone("--model", "tiny", "--batch", "1", "--n-expert", "4", "--layers", "1", "--heads", "1")[0]
     assert (agent.model.config.num_hidden_layers, agent.model.config.hidden_size) == (1, 64)
     chat = agent.chat
-    for flags, says in (["--lora", "2"], "own weights"), (["--expert", "no.jsonl"], "no.jsonl: no such file"):
+    for flags, says in (["--lora", "2"], "own weights"), (["--expert", "no.jsonl"], "no.jsonl: No such file"):
         with pytest.raises(UserError, match=says):
             clone("--model", "tiny", *flags, out="other")
     assert chat.rendering == Rendering(**AIDS | {"agreement": "OK", "stop": []})

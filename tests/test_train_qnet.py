@@ -172,7 +172,8 @@ def train(tmp_path, agent):
 def test_the_command_says_what_it_has_trained(train, tmp_path):
     net, meta = train("--hidden", "8"), meta_of(tmp_path / "qnet")
     assert net.head[0].out_features == 8
-    assert meta["trees"] == 3 and 0 < meta["tokens"] == pytest.approx(meta["tokens_per_second"] * meta["seconds"], 0.2)
+    slowest, fastest = (meta["tokens"] / (meta["seconds"] + rounding) for rounding in (0.06, -0.06))
+    assert meta["trees"] == 3 and slowest - 1 < meta["tokens_per_second"] < fastest + 1
     figures = sibling_accuracy([TREE], {(p.state, p.action): q(net, p) for p in TREE})  # of what was saved
     held_out = {name: meta["held_out"][name] for name in figures}
     assert held_out == pytest.approx(figures, rel=1e-4) and figures["sibling_pairs"]
