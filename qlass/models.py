@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.device import PRECISIONS, device_and_precision, divide_blocks, in_turn, is_divided
-from qlass.files import atomic, files_of, read_json, warn
+from qlass.files import atomic, files_of, read_json
 from qlass.records import as_user_error
 from qlass.settings import Learning, Model
 
@@ -187,11 +187,6 @@ def full_weights(model: Any, folder: Path, config: Model, adapter: Any = None) -
             base = type(model).from_pretrained(model.name_or_path, dtype=model.dtype)
             adapter = peft.PeftModel.from_pretrained(base, folder / "adapter")
         model = adapter.merge_and_unload()
-    rope = getattr(model.config, "rope_parameters", None)
-    if rope not in (None, {"rope_theta": 1e4, "rope_type": "default"}):
-        warn(
-            "the checkpoint is for transformers 5: transformers 4 would read other positions (RoPE)"
-        )
     for p in model.parameters():  # not buffers: rounded rotary frequencies turn late positions
         p.data = p.data.to(PRECISIONS[device_and_precision(config)[1]])
     return model

@@ -249,14 +249,6 @@ def test_only_what_is_loaded_is_downloaded_and_a_pointer_is_named(copy, monkeypa
         sha256(copy)
 
 
-def test_a_checkpoint_that_transformers_4_would_read_otherwise_is_told(tmp_path, capsys):
-    for theta in (1e4, 5e5):
-        assert "transformers 4" not in capsys.readouterr().err
-        rope = {"rope_type": "default", "rope_theta": theta}
-        models.save(tiny_lm(CHAT, rope_parameters=rope), CHAT, tmp_path / str(theta), Sampling())
-    assert "transformers 4 would read other positions" in capsys.readouterr().err
-
-
 # ------------------------------------------------------------------------------------------------- LoRA, and few bits
 
 
