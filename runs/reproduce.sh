@@ -5,7 +5,6 @@
 # others runs/ENV-seed1, ...; the report over all is seeds.html in the first of them.
 #   ALFWORLD_DATA=DIR bash runs/reproduce.sh alfworld_real     the real games: DIR holds json_2.1.1/, or is it
 #   WEBSHOP=DIR bash runs/reproduce.sh webshop_real            the real 1,000 products, with their synthetic goals
-#   GAMMA=0.98 SEED=1 bash runs/reproduce.sh sciworld          another discount of the tree's values
 #   MAP=lakes2 bash runs/reproduce.sh frozenlake               24 other lakes; MAP=4x4 or 8x8: one fixed lake
 # On WebShop each seed also has the ablations: process rewards (Fig. 4), half of the demonstrations (Table 3), trees
 # without the expert. Run it again after a stop: finished stages are kept, the others resume.
@@ -19,7 +18,7 @@ case $ENV in
     alfworld_real)
         ENV=alfworld splits=(valid_unseen valid_seen)
         flags=(--env-option "data=${ALFWORLD_DATA:-data/alfworld}") ;;
-    sciworld) splits=(test_unseen test_seen) labels=(${GAMMA:+--gamma "$GAMMA"}) ;;
+    sciworld) splits=(test_unseen test_seen) ;;
     webshop_real)
         # DIR holds items_shuffle_1000.json, items_ins_v2_1000.json and items_human_ins.json. A product has a goal for each
         # of its combinations of options: without a limit two products are a third of the test tasks.
@@ -41,8 +40,8 @@ main() {  # every policy on the test tasks
         alfworld*)
             compare --limit 0 --method all -M 2 4
             trees_best --limit 0 ;;
-        sciworld)  # of the 24 tasks that ETO and the paper have, one to six variations of each
-            tasks=(--limit 96)
+        sciworld)  # a fair sample of the variations of ETO's 24 tasks
+            tasks=(--limit 48)
             compare --method greedy sample likeliest qlass best_of_n -M 4
             search --method qlass -M 2
             another_qnet all --loss-on all
