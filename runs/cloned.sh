@@ -32,7 +32,7 @@ case $#-$mode-$size in
 esac
 tasks=(--limit 400) demonstrations=(--n-expert "$size")
 trees=(--tasks cloned --limit "$size" --rollouts $((6000 / size)) "${warmth[@]}")
-play=(--temperature 0.7)  # the paper's, and the best of .5, .7 and 1 on validation tasks of shops 143 and 144
+play=(--temperature 0.7)  # for QLASS the best of .5, .7 and 1 on validation tasks of shops 143 and 144
 [ $mode != by-heart ] || play=()
 with_qnet() {  # NAME WORDS M... -- FLAG...: a QNet, and QLASS by it
     local qnet_of=$1 label="$agent, QNet $2" sizes=()

@@ -7,7 +7,7 @@
 #   bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]  (webshop, 3 seeds)
 #
 # Seed 0 uses the run folder runs/ENV of reproduce.sh, the others runs/ENV-seed1, ...; the report over all of them
-# is runs/ENV/tree_grpo.html. The settings were chosen on validation tasks; reference_output/train_or_search.md has results.
+# is runs/ENV/tree_grpo.html. The settings were chosen on validation tasks.
 set -eo pipefail
 ENV=webshop SEEDS=3 ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
