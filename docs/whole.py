@@ -2,10 +2,10 @@
 
     python -m docs.whole    # a quarter of a minute on one core
 
-Equations 5, 7, 9, 10 and 11 and Algorithms 2 to 4, with N = 1, are written out. Imported are the environment, a tiny
-Llama with its tokenizer, the rendering of a state as tokens, and pi(a | s), which samples among the valid actions. The
-five scripts do the same with resume, batches and any model. A test holds this page to them: the same trees, Q-values
-and rewards.
+Equations 5, 7, 9, 10 and 11, Algorithms 2 and 3, and Algorithm 4 with N = 1 are written out. Imported are the
+environment and the player of its steps, a tiny Llama with its tokenizer, the rendering of a state as tokens, pi(a | s),
+which samples among the valid actions, and the order and rate of updates. The five scripts do the same with resume,
+batches and any model. A test holds this page to them: the same trees, Q-values and rewards.
 """
 
 import copy
@@ -50,7 +50,7 @@ def distinct(drawn: list[Candidate]) -> list[str]:
 
 
 def optimise(model: nn.Module, lr: float, n: int, batch: int, epochs: int, backward: Callable) -> None:
-    """AdamW with a cosine of the learning rate. backward: adds the gradient of an update's mean loss."""
+    """AdamW with a short warm-up and a cosine of the rate. backward: adds the gradient of an update's mean loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0)
     # Each example has size 1, so that an update has `batch` of them.
     updates = [update for epoch in range(epochs) for update in updates_of([1] * n, batch, SEED, epoch)]
@@ -77,7 +77,7 @@ chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
 examples: list[tuple[list[int], list[int]]] = []  # tokens of s_t, and of the expert's a_t
 for trajectory in trajectories:
     for n in chat.aids.example_ends(trajectory):
-        prompt, action = chat.message_tokens(trajectory.prefix(n))
+        prompt, action = chat.message_tokens(trajectory.prefix(n))  # the last observation is all of s_t here
         examples.append((prompt, action))
 
 
@@ -96,7 +96,7 @@ agent = Policy(model, chat, SEED)
 
 
 def draw(state: State, n: int, key: tuple, temperature: float) -> list[Candidate]:
-    """a ~ pi(a | s), n times; `env` is in s. key: names the draw, whose random numbers depend on it alone."""
+    """a ~ pi(a | s), n times; `env` must be in s. Random numbers depend on SEED, the key and the candidate's number."""
     return agent.sample([ask(env, state, n, key, chat.rendering, temperature)])[0]
 
 
@@ -133,7 +133,7 @@ def explore(task: str) -> Node:
 
     def rollout(node: Node) -> list[Node]:  # lines 7-8
         branch = [node]
-        draws = 3  # up to three of the first action, which is to be a new child
+        draws = 3  # of the first action, to find a new child
         while not node.done and node.depth < STEPS:
             env.restore(node.snapshot)
             drawn = draw(node.state, draws, (task, branches, node.depth), temperature=1.0)
@@ -150,7 +150,7 @@ def explore(task: str) -> Node:
         while queue and branches < bound:
             node = queue.popleft()  # line 5
             expandable = node.depth <= DEPTH and len(node.children) < WIDTH  # line 6
-            if expandable and not node.done and node.rollouts < WIDTH + 2:  # two may find no new child
+            if expandable and not node.done and node.rollouts < WIDTH + 2:  # as some find no new child
                 branches += 1
                 node.rollouts += 1
                 branch = rollout(node)
@@ -172,7 +172,7 @@ def explore(task: str) -> Node:
     return root
 
 
-# From the far end, as the scripts do: where an agent is cloned from the first tasks, the last are new to it.
+# In the scripts' order of --tasks new: from the far end, as an agent is cloned from the tasks at the beginning.
 trees = {task: explore(task) for task in reversed(env.task_ids("train"))}
 
 # ------------------------------------------------------------------------- 3. Q-values (Eq. 7, Algorithm 3), bellman.py
@@ -186,7 +186,7 @@ for root in trees.values():
     for node in root.subtree():  # min-max within the tree; all 0 if all are equal
         node.q = (node.q - low) / (high - low) if high > low else 0.0
 
-# -------------------------------------------------------------------------------- 4. QNet (Eq. 8 to 11), train_qnet.py
+# -------------------------------------------------------------------------------- 4. QNet (Eq. 9 to 11), train_qnet.py
 
 
 class QNet(nn.Module):
