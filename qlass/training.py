@@ -5,9 +5,9 @@ Processes divide weights, gradients and moments among them (FSDP2), and gather e
 computes. What LoRA adds, and a model from scratch, each process has whole.
 
 NOTES. Gradients are sums over processes, and the loss is divided by the update's own count. All
-processes gather a layer at the same time, so each must do as many passes as the others: a portion
-too few is a portion that counts 0, and what one process decides by its own free memory or rounding
-is the first one's decision.
+processes gather a layer at the same time, so each must do as many passes as the others: one with
+fewer portions repeats one with weight 0, and what a process would decide by its own free memory or
+rounding is the first one's decision.
 """
 
 import math
@@ -91,8 +91,8 @@ def cosine(step: int, steps: int) -> float:
 
 
 def autocast(config: Learning) -> torch.autocast:
-    """bf16 arithmetic on float32 weights, where that is the precision; else nothing. Its cache
-    would keep a bf16 copy of every weight until the update ends."""
+    """bf16 arithmetic on what is trained in float32, where that is the precision; else nothing. Its
+    cache would keep a bf16 copy of every weight until the update ends."""
     place, precision = device_and_precision(config)
     bf16 = precision == "bf16"
     return torch.autocast(place.type, torch.bfloat16, enabled=bf16, cache_enabled=False)
@@ -102,7 +102,7 @@ def autocast(config: Learning) -> torch.autocast:
 
 
 def join(config: Learning) -> None:
-    """Join the processes that torchrun started; alone nothing."""
+    """Join the processes that torchrun started. A process alone does nothing."""
     place, _ = device_and_precision(config)
     if share()[1] > 1:
         if place.type == "cuda":  # else each process would also open the first one's GPU
@@ -116,8 +116,8 @@ def is_first() -> bool:
 
 
 def my_share(portions: list[T]) -> list[tuple[T, int]]:
-    """This process's portions, every n-th of n processes, and how often the loss of each counts: 1,
-    or 0 of a spare one, as processes that gather layers together need as many portions each."""
+    """This process's portions, every n-th of n processes, each with the weight of its loss: 1, or 0
+    of a spare one, as processes that gather layers together need as many portions each."""
     rank, n = share()
     own = [(portion, 1) for portion in portions[rank::n]]
     spare = math.ceil(len(portions) / n) - len(own)
@@ -154,7 +154,7 @@ class Training:
     def __init__(self, out: Path, config: Learning, settings: dict, inputs: Inputs) -> None:
         self.out, self.config = out, config
         self.states = parts_folder(out)
-        self.path = out.with_name(out.name + ".log.jsonl")
+        self.log_path = out.with_name(out.name + ".log.jsonl")
         self.lines: list[dict] = []
         self.began = time.monotonic()
         if is_first():
@@ -162,7 +162,7 @@ class Training:
             self.meta = begin(out, config, config.recipe() | settings, inputs)
         wait()
         self.complete = out.exists()
-        if self.complete:
+        if self.complete and is_first():
             print(f"{out}: is complete; --overwrite trains it again", flush=True)
 
     def resume(self, model: nn.Module, optimizer: Any, sizes: Sequence[int]) -> None:
@@ -171,18 +171,17 @@ class Training:
         batch, seed, epochs = self.config.batch, self.config.seed, range(self.config.epochs)
         self.order = [updates_of(sizes, batch, seed, epoch) for epoch in epochs]
         self.steps = sum(map(len, self.order))
-        if (self.states / "last").exists():
+        if any(self.states.glob("last*")):
             self.lines = self.load("last")
-        self.read_before = self.tokens
         if is_first():
-            write_jsonl(self.path, self.lines)
+            write_jsonl(self.log_path, self.lines)
         self.bar = tqdm(None, self.out.name, self.steps, initial=self.step, mininterval=0.5)
 
     def write(self, line: dict) -> None:
         """Add a line to the log."""
         self.lines.append(line)
         if is_first():
-            with open(self.path, "a", encoding="utf-8") as log:
+            with open(self.log_path, "a", encoding="utf-8") as log:
                 log.write(dumps(line))
 
     @property
@@ -243,27 +242,31 @@ class Training:
             self.save("best")
 
     def state(self) -> dict:
-        """The trained weights and their moments, themselves, and the random numbers."""
+        """The trained weights and their moments, which are no copies, and the random numbers."""
         trained, moments = get_state_dict(self.model, self.optimizer, options=TRAINED)
         random = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
         return {"trained": trained, "moments": moments, "random": random}
 
     def save(self, name: str) -> None:
         """Write a state, whole or not at all."""
-        draft, folder = self.states / "draft", self.states / name
-        checkpoint.save(self.state(), checkpoint_id=draft)  # until all have written
+        draft, folder, old = (self.states / n for n in ("draft", name, f"{name}.old"))
+        checkpoint.save(self.state(), checkpoint_id=draft)  # returns when all have written
         if is_first():
             write_jsonl(draft / "log.jsonl", self.lines)
             if folder.exists():
-                folder.replace(draft / "old")
+                remove(old)
+                folder.replace(old)
             draft.replace(folder)
-            remove(folder / "old")
+            remove(old)
 
     def load(self, name: str) -> list[dict]:
         """Take model, optimizer and random numbers from a state. Returns its log."""
         folder, state = self.states / name, self.state()
+        if not folder.exists():  # a stop came between two renames
+            folder = self.states / f"{name}.old"
         with as_user_error(f"{folder} can't be read; delete {self.states} to begin again"):
-            partly = DefaultLoadPlanner(allow_partial_load=True)  # nor have all weights gradients
+            # A weight that never had a gradient has no moments.
+            partly = DefaultLoadPlanner(allow_partial_load=True)
             checkpoint.load(state, checkpoint_id=folder, planner=partly)  # in place
         torch.set_rng_state(state["random"][0])
         torch.cuda.set_rng_state_all(state["random"][1:])
@@ -278,9 +281,7 @@ class Training:
     def finish(self, save: Callable[[], None], **figures: Any) -> dict:
         """Write the metadata, with these figures, and the checkpoint; returns the figures."""
         figures |= {"steps": self.step, "curve": self.curve, "best_epoch": self.best_epoch}
-        seconds = time.monotonic() - self.began
-        figures |= {"tokens": self.tokens, "seconds": round(seconds, 1)}
-        figures["tokens_per_second"] = round((self.tokens - self.read_before) / seconds)
+        figures |= {"tokens": self.tokens, "seconds": round(time.monotonic() - self.began, 1)}
         figures["loss"] = self.curve[self.best_epoch - 1]["loss"]
         gather(self.model)
         if is_first():

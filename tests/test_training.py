@@ -96,6 +96,18 @@ def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp
     assert [line["step"] for line in logs[0] if "lr" in line] == list(range(1, 17))
 
 
+def test_a_stop_between_the_renames_of_a_state_loses_nothing(tmp_path):
+    expected, figures, _ = fit(tmp_path / "one", LOSSES)
+    with pytest.raises(Stopped):
+        fit(tmp_path / "parts", LOSSES, 9, save_every=3)
+    states = tmp_path / "parts" / "model.parts"
+    for name in ("last", "best"):
+        (states / name).rename(states / f"{name}.old")
+    final, again, weights = fit(tmp_path / "parts", LOSSES, save_every=3)
+    assert same(final, expected) and again == figures and len(weights) == 2
+    assert not [*states.glob("last.old")]
+
+
 def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, capsys):
     out = tmp_path / "model"
 
