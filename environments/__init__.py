@@ -14,10 +14,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
 from gymnasium import spaces
+from pydantic import PositiveInt, TypeAdapter
 
 from environments import check
 from qlass import UserError
@@ -51,7 +52,7 @@ class AnyText(spaces.Text):
 
 
 def pick(choices: Mapping[str, Any], name: str, what: str) -> Any:
-    """The choice of a name; UserError that lists them where there is none. what: of which environment, and kind."""
+    """The choice of a name; UserError that lists them where there is none. what: the words before a wrong name."""
     if name not in choices:
         raise UserError(f"{what} {name!r}: choose one of {', '.join(choices)}")
     return choices[name]
@@ -83,7 +84,7 @@ def split_files(published: str | Path) -> dict[str, Path]:
 
 
 def writable(folder: Path) -> Path:
-    """The folder for generated data, or the user's cache where the package was installed for all to read only."""
+    """The folder for generated data, or the user's cache where the package is installed read-only."""
     if os.access(folder if folder.exists() else folder.parent, os.W_OK):
         return folder
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "qlass"
@@ -152,14 +153,17 @@ def environment_class(name: str) -> type["TextEnv"]:
 def make(name: str, split: str = "train", **options: Any) -> "TextEnv":
     """Build an environment by name; options are those of its class (`data`, ...) and of every one:
 
-    split: from which a reset draws that names no task. max_steps: None for no limit.
+    split: from which a reset without a task_id draws. max_steps: None for no limit.
     instruction: a file with another first user message.
     """
     kind = environment_class(name)
     shared = {key: options.pop(key) for key in SHARED if key in options.keys() - parameters(kind)}
     env = kind(**options)
     env.split = split
-    env.max_steps = shared.get("max_steps", env.max_steps)
+    if "max_steps" in shared:
+        with as_user_error("--env-option max_steps"):
+            limit = TypeAdapter(PositiveInt | Literal["eto"] | None)  # "eto" is ScienceWorld's
+            env.max_steps = limit.validate_python(shared["max_steps"])
     if file := shared.get("instruction"):
         env.instruct(Path(file).read_text(encoding="utf-8-sig"))
     return env
@@ -169,7 +173,7 @@ def from_config(config: Run) -> "TextEnv":
     """The environment of --env and --env-option.
 
     Its `settings` are its part of a recipe, in which a file counts by its content, not by its
-    place. A class of your own is checked at its first use.
+    place. A class of your own is checked as a run begins.
     """
     options = options_of(environment_class(config.env), config.env_option)
     env = make(config.env, **options)

@@ -1,7 +1,8 @@
 """Clients of OpenAI-compatible servers, and models that algorithms await one by one.
 
-The client of `openai` waits for a server that is busy or away, once it has answered. A reply is read by its type. What
-a server answers otherwise, and what it has read in part, stops the run in one line: the same command goes on.
+Once a server has answered, the client of `openai` waits for it when it is busy or away. A reply is read by its type. A
+reply of another type, or one that counts other tokens than were sent, stops the run in one line; the same command goes
+on.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ class Remote:
 
 
 class Usage(TypedDict):
-    """Tokens."""
+    """The tokens of a request and of its answer."""
 
     prompt_tokens: NonNegativeInt
     completion_tokens: NotRequired[NonNegativeInt]

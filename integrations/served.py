@@ -32,13 +32,13 @@ def check(server: Server, folder: Path, answer: Callable[[list], list], config: 
     """Ask a fixed question, whose answer the checkpoint's metadata have. UserError if the server's
     differs by more than `most`, or by ten times as much with --load-in: served in few bits."""
     fingerprint = meta_of(folder).get("fingerprint")
+    problem = f"{folder} has no fingerprint"
     try:
         (values,) = answer([QUESTION])
     except Untold as error:
-        fingerprint = None
-        warn(str(error))
+        fingerprint, problem = None, str(error)
     if not fingerprint:
-        warn(f"{server.url}: whether it has the weights of {folder} is not known")
+        warn(f"{problem}: whether {server.url} has these weights is not known")
         return
     difference = np.abs(np.subtract(values, fingerprint)).max()
     message = f"{server.url}: a fixed text differs by {difference:.3f} from that of {folder}"
@@ -50,7 +50,7 @@ def check(server: Server, folder: Path, answer: Callable[[list], list], config: 
 class ServedPolicy:
     """pi(a | s) by a server that holds the checkpoint's weights; free text.
 
-    Each text has a seed of (run seed, task, node, candidate), so a server that keeps seeds gives
+    Each text has a seed of (seed, the request's key, candidate), so a server that keeps seeds gives
     the same texts again: in bf16 only with the same --in-flight.
     """
 
@@ -104,6 +104,8 @@ class ServedQNet:
     def __init__(self, url: str, config: Sampling) -> None:
         self.server = Server(url, config.in_flight)
         self.folder = Path(self.server.model)
+        if not self.folder.is_dir():
+            raise UserError(f"{url}: no such folder, which the server's model is named by: {self.folder}")
         self.chat = load_chat(self.folder, config)
         # Siblings are one call, so that one replica reads their prefix, once.
         self.score = Remote(self.values)

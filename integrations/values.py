@@ -1,6 +1,6 @@
 """QNet's values in other trainers: Q of each of the agent's turns, as a reward of that turn or of the episode.
 
-    q, gains = turn_values(scorer(QNet.from_pretrained("runs/webshop/qnet")), messages, task)
+    q, gains = turn_values(scorer(QNet.from_pretrained(Path("runs/webshop/qnet"))), messages, task)
 
 Messages are as QNet learned them: instruction, "OK", the first observation, then actions and observations in turns. The
 tiny model also reads `task`, the task's sentence; others need none.
