@@ -114,9 +114,6 @@ def files_of(folder: Path) -> list[Path]:
 @functools.cache  # a large model is read once
 def hash_of(file: Path, changed_at: int) -> bytes:
     with open(file, "rb") as content:
-        if content.read(23) == b"version https://git-lfs":
-            raise UserError(f"{file} is a pointer of Git LFS: git lfs pull")
-        content.seek(0)
         return hashlib.file_digest(content, "sha256").digest()
 
 

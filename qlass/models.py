@@ -49,6 +49,8 @@ def load(
     kind: hf.AutoModel for a saved QNet's backbone. body: without the output layer. The processes of
     a training divide the weights, unless these are in few bits.
     """
+    if train and config.load_in:
+        raise UserError("--load-in: weights in few bits can't be trained; --lora adds others")
     place, precision = device_and_precision(config)
     mesh = None
     if distributed.is_initialized() and not config.load_in:
@@ -95,8 +97,9 @@ def load_chat(path: Path, config: Model) -> Chat:
     with as_user_error(path, SUPPORTED, UserError):
         with as_user_error("its config"):
             settings = hf.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        if getattr(settings, "transformers_weights", None):  # which no hash of ours covers
-            raise UserError("its config.json names transformers_weights")
+        for name in ("transformers_weights", "quantization_config"):  # others', or of few bits
+            if getattr(settings, name, None):
+                raise UserError(f"its config.json names {name}")
         settings = settings.get_text_config()
         rope = getattr(settings, "rope_parameters", None) or {}
         ropes = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
@@ -144,8 +147,6 @@ def prepare_training(model: Any, config: Learning) -> Any:
     """LoRA's updates and gradient checkpointing, in place. Returns PEFT's view of the model, None
     without LoRA."""
     adapter = None
-    if config.load_in and not config.lora:
-        raise UserError("--load-in: weights in few bits can't be trained; --lora adds others")
     if config.lora:
         import peft
 
@@ -161,7 +162,7 @@ def prepare_training(model: Any, config: Learning) -> Any:
 
 def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:
     """AdamW of what is trained in each module at its rate, without weight decay (Table 5);
-    "adamw8bit": moments in 8 bits. A group's "peak" keeps its rate, from which "lr" falls."""
+    "adamw8bit": moments in 8 bits. "peak" of a group is the highest "lr" that it gets."""
     groups = [
         {"params": [p for p in module.parameters() if p.requires_grad], "lr": rate, "peak": rate}
         for module, rate in rates

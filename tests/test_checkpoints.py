@@ -22,7 +22,6 @@ import sft
 import train_qnet
 from qlass import UserError, models
 from qlass.batching import Candidate, Sample
-from qlass.files import sha256
 from qlass.messages import State
 from qlass.outputs import checkpoint
 from qlass.policy import load_policy
@@ -126,7 +125,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to 
     ),
     "few bits of another maker": (
         lambda folder: rewrite(folder / "config.json", quantization_config={"quant_method": "awq"}),
-        "quantized",
+        "its config.json names quantization_config",
     ),
     "positions that change with the length in some layers": (
         lambda folder: rewrite(folder / "config.json", rope_parameters=BY_LAYER),
@@ -229,7 +228,7 @@ def test_how_a_checkpoint_would_be_sampled_elsewhere_changes_nothing(copy):
     assert drawn() == before
 
 
-def test_only_what_is_loaded_is_downloaded_and_a_pointer_is_named(copy, monkeypatch):
+def test_only_what_is_loaded_is_downloaded(copy, monkeypatch):
     """Of a repository with its weights in several forms."""
     loaded = [file.name for file in copy.iterdir()]
     loaded += ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
@@ -244,9 +243,6 @@ def test_only_what_is_loaded_is_downloaded_and_a_pointer_is_named(copy, monkeypa
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **asked: patterns.update(asked) or copy)
     assert checkpoint("org/model") == copy
     assert [*filter_repo_objects([*loaded, *others], **patterns)] == loaded
-    (copy / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
-    with pytest.raises(UserError, match=r"tokenizer.json is a pointer of Git LFS: git lfs pull"):
-        sha256(copy)
 
 
 # ------------------------------------------------------------------------------------------------- LoRA, and few bits
@@ -297,4 +293,4 @@ def test_updates_of_a_base_go_through_the_stages(tmp_path, fake_world, bits):
 
 def test_weights_in_few_bits_are_not_trained_themselves():
     with pytest.raises(UserError, match="weights in few bits can't be trained"):
-        models.prepare_training(tiny_lm(CHAT), train_qnet.Config(load_in="4bit"))
+        models.load(Path("sft"), train_qnet.Config(load_in="4bit"), train=True)
