@@ -6,9 +6,9 @@
     python sft.py --env webshop                       # the tiny model, from scratch, on a CPU
     python sft.py --env webshop --model meta-llama/Llama-2-7b-chat-hf --expert webshop_sft.json
 
-The loss is the cross-entropy of the tokens that the agent writes. Instruction, observations and
-padding are context. `--model tiny` is a Llama of 0.7 M parameters with a tokenizer of its own,
-which reads with the aids of qlass/tiny.py. Any other model keeps its tokenizer and its chat
+The loss is the cross-entropy of the assistant's tokens, which the expert wrote. Instruction and
+observations are context. `--model tiny` is a Llama of 0.7 M parameters with a tokenizer of its
+own, which reads with the aids of qlass/tiny.py. Any other model keeps its tokenizer and its chat
 template, and writes free text, "Thought: ... Action: ...", as in the paper.
 """
 
@@ -36,7 +36,7 @@ from qlass.tiny import AIDS, tiny_model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Learning):
-    """The defaults are the paper's (Table 5)."""
+    """The values here are the paper's (Table 5). A preset goes before them."""
 
     stage: ClassVar = "sft"
     output: ClassVar = "sft"
@@ -53,7 +53,7 @@ class Config(Learning):
     candidates: Literal["free", "valid"] = "free"  # what the agent may write
     layers: PositiveInt = 3  # of the tiny model
     heads: PositiveInt = 2  # of attention in the tiny model, of 64 numbers each
-    plain: bool = not_in_recipe(False)  # for a model that reads no token trees, as --plain in play
+    plain: bool = not_in_recipe(False)  # no check that the fast engine can read this model
 
 
 # ------------------------------------------------------------------------- examples to learn from
@@ -75,7 +75,7 @@ def hold_out_tasks(expert: list[Demonstration]) -> tuple[list[Demonstration], li
 def check_answers(expert: list[Demonstration], chat: Chat, limit: int) -> None:
     """UserError for an answer with a control token, which the agent would learn as letters, or with
     a text at which its answers end, and for a first action that ends beyond `limit` tokens. A
-    warning counts the demonstrations that lose later ones."""
+    warning counts the demonstrations whose later actions are cut."""
     stops = any_of(chat.rendering.stop)
     lost = 0
     for number, state in enumerate((demonstration.state for demonstration in expert), 1):
@@ -91,7 +91,7 @@ def check_answers(expert: list[Demonstration], chat: Chat, limit: int) -> None:
             )
         lost += last > limit
     if lost:
-        warn(f"{lost} of {len(expert)} demonstrations lose their last actions: {limit:,} tokens")
+        warn(f"{lost} of {len(expert)} demonstrations lose their actions beyond {limit:,} tokens")
 
 
 NO_TARGET = -100  # the label of a token that the agent reads and does not write
@@ -115,7 +115,7 @@ class Example:
 
 
 def example_of(chat: Chat, state: State, limit: int) -> Example:
-    """A trajectory, cut at `limit` tokens. Its targets are Eq. (5)'s a_t, and the first OK."""
+    """A trajectory, cut at `limit` tokens. Its targets are Eq. (5)'s a_t, and the agreement."""
     ids: list[int] = []
     labels: list[int] = []
     for turn, tokens in enumerate(chat.message_tokens(state)):  # user and agent take turns
@@ -126,7 +126,8 @@ def example_of(chat: Chat, state: State, limit: int) -> Example:
 
 
 def examples_of(chat: Chat, expert: list[Demonstration], limit: int) -> Iterator[Example]:
-    """One example per trajectory; in a Markov environment, one per action."""
+    """One example per trajectory; of an agent that reads the last observation alone, one per
+    action."""
     for demonstration in expert:
         state = demonstration.state
         for n in chat.aids.example_ends(state):
@@ -174,11 +175,11 @@ def train(
             n = sum(example.targets for example in batch)
             loss = 0.0
             portions = training.micro_batches(batch, len, config.micro_tokens)
-            for portion, counts in training.my_share(portions):
+            for portion, weight in training.my_share(portions):
                 with training.autocast(config):
                     micro_loss = loss_of(model, portion) / n  # Eq. (5), per token
-                (counts * micro_loss).backward()  # gradients accumulate
-                loss += counts * micro_loss.item()
+                (weight * micro_loss).backward()  # gradients accumulate
+                loss += weight * micro_loss.item()
             loss = training.all_reduce(model, loss)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for param_group in optimizer.param_groups:
@@ -206,27 +207,23 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
 
 
 def start_of(config: Config) -> Path | None:
-    """The folder of the model that is to be cloned. None: the tiny model."""
-    if config.model == "tiny" and config.lora:
-        raise UserError("--lora: the tiny model's own weights are to be trained")
+    """The folder of the model to train. None: the tiny one, from scratch."""
     return None if config.model == "tiny" else checkpoint(config.model)
 
 
 def load(
     config: Config, env: envs.TextEnv, expert: list[Demonstration], start: Path | None
 ) -> tuple[Any, Chat]:
-    """The model that is to be cloned, and its chat. start: its folder; None: the tiny model."""
+    """The model to train, and its chat. start: as of `start_of`."""
     torch.manual_seed(config.seed)
     if start is None:
         texts = (text for demonstration in expert for _, text in demonstration.state.messages)
         model, tokenizer = tiny_model(texts, config.layers, config.heads)
         model.to(models.device_and_precision(config)[0])
-        chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
+        context = model.config.max_position_embeddings
+        chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov), context)
     else:
         model, chat = models.load(start, config, train=not config.lora)
-    if config.expert:
-        demonstrations.refuse_openings(expert, env)
-        demonstrations.replay_all(expert, env)
     chat.rendering.candidates = config.candidates
     # Prompts at inference begin as these demonstrations do.
     first = expert[0].state
@@ -248,14 +245,19 @@ def main(argv: list[str] | None = None) -> None:
     log = training.Training(config.path, config, env.settings, inputs)
     if log.complete:
         return
+    if config.expert:
+        demonstrations.refuse_openings(expert, env)
+        demonstrations.replay_all(expert, env)
     model, chat = load(config, env, expert, start)
     limit = int(min(config.max_tokens, chat.context))
     check_answers(expert, chat, limit)
-    rendering = chat.rendering
-    if config.candidates == "free":  # in play no answer is cut that was learned
-        answers = (ids for line in expert for ids in chat.message_tokens(line.state)[1::2])
-        rendering.max_new_tokens = max(rendering.max_new_tokens, *map(len, answers))
     learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out_tasks(expert))
+    if config.candidates == "free":  # in play no answer is cut that was learned
+        answers = ((text, line.state.task) for line in expert for text in line.state.actions)
+        longest = max(len(chat.action(text, task)) for text, task in answers)
+        most = min(longest, limit // 2)  # a longer one leaves no room for its prompt
+        chat.rendering.max_new_tokens = max(chat.rendering.max_new_tokens, most)
+    chat.prompt(QUESTION.state)  # a UserError if it does not fit, before the training
     adapter = models.prepare_training(model, config)
     train(model, learned, validation, config, log)
     log.load_best()
@@ -264,7 +266,8 @@ def main(argv: list[str] | None = None) -> None:
         tasks=sorted({line.task_id for line in expert if line.task_id}),
         fingerprint=Policy(model, chat).likelihoods([QUESTION])[0],
     )
-    print(f"{log.out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
+    if training.is_first():
+        print(f"{log.out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
 
 
 if __name__ == "__main__":

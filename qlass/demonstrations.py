@@ -73,7 +73,7 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     train = {*env.split_ids("train")}
     if others := [line.task_id for line in expert if line.task_id not in train]:
         warn(
-            f"{path}: {len(others)} have no task_id of a training task (such as {others[0]}), so"
+            f"{path}: the task_id of {len(others)} is no training task's (such as {others[0]}), so"
             " they may be of test tasks"
         )
     return expert
@@ -101,8 +101,8 @@ def refuse_openings(expert: list[Demonstration], env: Any) -> None:
             expected = start(fork, str(demonstration.task_id)).messages
         if begin != expected:
             raise UserError(
-                f"demonstration {number} begins with {[text[:60] for _, text in begin]}: all begin"
-                " with one instruction and agreement, and the goal stands behind them"
+                f"demonstration {number} begins with {[text[:60] for _, text in begin]}: all must"
+                " begin with one instruction and agreement, and the goal stands behind them"
                 f" (or, by task_id, as {env.name} begins the task)"
             )
     fork.close()
@@ -126,7 +126,7 @@ def replay_all(expert: Iterable[Demonstration], env: Any) -> None:
                 has_valid = has_valid or fork.knows(parse_action(action))
             reward = next(moves).reward
         recorded = reward if demonstration.reward is None else demonstration.reward
-        if not has_valid or abs(reward - recorded) > 0.01:
+        if not has_valid or not abs(reward - recorded) < 0.01:  # of two that are inf it is nan
             strange.append(task)
     fork.close()
     if strange:
@@ -139,7 +139,7 @@ def replay_all(expert: Iterable[Demonstration], env: Any) -> None:
 
 def demonstrations_of(checkpoint: Path) -> tuple[Path | None, int | None]:
     """The demonstrations that a checkpoint, or the one it was trained from, was cloned from: their
-    file (None: there is none), and how many of them were given (None: all)."""
+    file (None: there is none), and how many of them were used (None: all)."""
     if start := input_of(checkpoint, "sft"):
         return demonstrations_of(start)
     return input_of(checkpoint, "expert"), meta_of(checkpoint)["recipe"].get("n_expert")
