@@ -32,7 +32,7 @@ class Config(Run):
     gamma: Share = 0.9  # of Eq. (7)
 
 
-# A tree is the list of its nodes, parents before children.
+# Of a tree, the list of its nodes, parents before children, and gamma: a value of each node.
 Values = Callable[[list[dict], float], list[float]]
 
 
@@ -59,7 +59,7 @@ def label(tree: list[dict], raw: list[float]) -> list[dict]:
 
 
 def write_labels(config: Config, values: Values = q_values) -> None:
-    """Label all trees. values: of a tree's nodes, by gamma."""
+    """Label all trees. values: `q_values`, or another one of experiments.targets."""
     path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
     out = config.path
     labelled = [label(tree, values(tree, config.gamma)) for tree in read_trees(path)]

@@ -7,7 +7,7 @@
 
 For each training task the agent plays rollouts from the root, then from the nodes of branches that
 scored. A node is expanded while it has fewer than W children and its depth is at most D. A
-branch without reward queues nothing. With --prune tail it queues its first two nodes.
+branch without reward queues nothing or, with --prune tail, its first two nodes.
 
 The paper grows trees on the tasks that the agent was cloned from (--tasks cloned). --tasks new
 takes training tasks from the end of the list: an agent is cloned from the tasks at its beginning.
@@ -62,9 +62,10 @@ class Config(Sampling):
     out: Path | None = not_in_recipe(None)  # RUN/trees.jsonl
     depth: NonNegativeInt | None = None  # D (3 WebShop, 6 ScienceWorld, 8 ALFWorld)
     width: PositiveInt = 3  # W
-    tasks: Literal["cloned", "new"] = "cloned"  # those that the agent was cloned from; see above
+    # cloned: those that the agent was cloned from; new: the last of all training tasks
+    tasks: Literal["cloned", "new"] = "cloned"
     rollouts: NonNegativeInt = 64  # at most, per tree (0: no bound)
-    steps: PositiveInt | None = None  # step limit of the agent (the environment's)
+    steps: PositiveInt | None = None  # step limit of the agent (the environment's, of trees)
     limit: NonNegativeInt = not_in_recipe(0)  # number of tasks (0: all)
     # demonstrations (those that the agent was cloned from)
     expert: Path | None = not_in_recipe(None)
@@ -90,7 +91,7 @@ class Node:
     reward: float = 0.0
     done: bool = False  # the environment has ended the episode
     reward_at_limit: float | None = None  # what the agent's own limit of steps left it with
-    source: str = "root"  # who acted first: "policy" or "expert"; of the root nobody
+    source: str = "root"  # who took the action first: "policy" or "expert"
     branch: int = 0  # number of the trajectory that created the node
     demonstrated: bool = False  # the demonstration passes here
     rollouts: int = 0  # trajectories of the agent that started here
@@ -135,14 +136,14 @@ class Explorer:
         state = start(self.env, self.task_id)  # line 1
         limit = self.env.max_steps
         self.max_steps = min(self.max_steps, self.env.step_limit() or math.inf)
-        self.env.max_steps = None  # the agent's limit is `max_steps`: `done` is the environment's
+        self.env.max_steps = None  # self.max_steps stops the agent; `done` is the environment's
         root = Node(state, self.env.snapshot())  # line 2
         queue = deque([root])  # line 3
         bound = self.max_rollouts
         if demonstrations is not None:
             await self.process_queue(queue, bound / 2)  # lines 4-10
             own = demonstrations.get(self.task_id)
-            self.env.max_steps = limit  # the expert's, too
+            self.env.max_steps = limit  # under which its expert plays
             branch = self.add_demonstration(root, own.state.actions if own else None)  # line 11
             self.env.max_steps = None
             # In front of the queue: at its end, the bound would never let them come up.
@@ -178,8 +179,8 @@ class Explorer:
         draws = 1 + EXTRA_DRAWS
         while not node.done and node.depth < self.max_steps:
             self.env.restore(node.snapshot)  # step() may have returned an old child
-            noise = (self.task_id, self.branches, node.depth)
-            candidates = await ask(self.env, node.state, draws, noise, self.rendering)
+            key = (self.task_id, self.branches, node.depth)
+            candidates = await ask(self.env, node.state, draws, key, self.rendering)
             actions = [candidate.text for candidate in candidates]
             new = [action for action in actions if self.key(action) not in node.children]
             node = self.step(node, new[0] if new else actions[0])
@@ -204,7 +205,7 @@ class Explorer:
         for action, state, reward, done in moves:
             node, key = branch[-1], self.key(action)
             if key not in node.children:
-                # In the words of the tree, where an older node may have another thought.
+                # In the words of the tree, whose older nodes may have other thoughts.
                 after = node.state.extended(action, state.observation)
                 self.add(node, action, after, reward, done, "expert")
             node.children[key].demonstrated = True
@@ -295,10 +296,8 @@ def build(
     settings = config.recipe() | env.settings
     trees = Output(config.path, config, settings, inputs, itemgetter("task_id"))
     if todo := trees.todo(tasks):
-        if config.expert:  # the agent's own were played again when it was cloned
+        if config.expert and not config.no_expert:  # the agent's own were played as it was cloned
             replay_all(filter(None, map(demonstrations.get, todo)), env)
-        if not config.no_expert and not demonstrations.keys() >= set(todo):
-            env.expert(todo[0])  # a UserError if it has none, before the agent is loaded
         agent = load()
 
         async def tree_of(task_id: str) -> list[dict]:
@@ -309,7 +308,7 @@ def build(
                 max_depth=env.tree_depth if config.depth is None else config.depth,
                 width=config.width,
                 max_rollouts=config.rollouts or math.inf,
-                max_steps=config.steps or env.tree_steps or env.max_steps or math.inf,
+                max_steps=config.steps or env.tree_steps or math.inf,
                 prune=config.prune,
             )
             root = await explorer.explore(None if config.no_expert else demonstrations)
@@ -327,11 +326,14 @@ def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
     sft = find_or_make(config.sft, "sft", "sft", config)
-    expert, by_task = demonstrations.by_task(config.expert, sft, env)
+    expert: Path | None = None
+    by_task: dict[str, Demonstration] = {}
+    if config.tasks == "cloned" or not config.no_expert:
+        expert, by_task = demonstrations.by_task(config.expert, sft, env)
     inputs: Inputs = {"sft": sft, "expert": None if config.no_expert else expert}
 
     def load() -> Any:
-        from qlass.policy import load_agent  # torch is loaded here
+        from qlass.policy import load_agent  # not at the top, as --help needs no torch
 
         return load_agent(sft, config, env)
 
