@@ -1,7 +1,7 @@
 """Stage 4: the Q-network (Sec. 4.3, Eq. 8-11).
 
     reads   RUN/sft/ (the backbone's first weights), RUN/q_labels.jsonl
-    writes  RUN/qnet/ (backbone, value head, tokenizer)
+    writes  RUN/qnet/ (backbone, value head, tokenizer; with --lora its updates, too)
 
     python train_qnet.py --sft runs/webshop/sft --labels runs/webshop/q_labels.jsonl
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -73,8 +72,7 @@ class Config(Learning, Prompt):
     hidden: PositiveInt = 1024  # width of the value head's two hidden layers (App. A.2)
     head_lr: Number | None = None  # learning rate of the value head (--lr)
     plain: bool = False  # pair by pair: for models that read no token tree
-    max_tokens: PositiveInt = 4096  # of a packed tree
-    limit: PositiveInt | None = None  # number of trees (all)
+    max_tokens: PositiveInt = 4096  # of a pack; a longer family is a pack of its own
 
 
 # -------------------------------------------------------------------------------------- the network
@@ -124,7 +122,7 @@ class QNet(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: Path, config: Prompt = Config()) -> QNet:
-        """config: a stage's settings."""
+        """The QNet in a folder. config: a stage's settings."""
         hidden = files.read_json(folder / "qnet.json")["hidden"]  # which an agent's folder lacks
         qnet = cls(*models.load(folder, config, kind=AutoModel), hidden)
         with as_user_error(folder / "head.safetensors"):
@@ -173,8 +171,8 @@ def family_loss(
 
 def packs_of(chat: Chat, tree: list[Pair], config: Config) -> list[Pack]:
     """Cut a tree into the packs that an epoch shuffles. With --plain a pack is one pair or, with a
-    rank weight, which needs siblings together, one family. Else it is as many of these as fit in
-    --max-tokens."""
+    rank weight, which needs siblings together, one family. Otherwise it holds as many of these as
+    fit in --max-tokens."""
     together = families(tree) if config.rank_weight else [[pair] for pair in tree]
     if config.plain:
         return [Pack([f], sum(len(chat.pair(p.state, p.action)) for p in f)) for f in together]
@@ -217,11 +215,11 @@ def train(
             n = sum(map(len, batch))
             loss = 0.0
             portions = training.micro_batches(batch, attrgetter("tokens"), budget)
-            for portion, counts in training.my_share(portions):
+            for portion, weight in training.my_share(portions):
                 with training.autocast(config):
                     micro_loss = loss_of(qnet, portion, config) / n  # Eq. (11), per pair
-                (counts * micro_loss).backward()  # gradients accumulate
-                loss += counts * micro_loss.item()
+                (weight * micro_loss).backward()  # gradients accumulate
+                loss += weight * micro_loss.item()
             loss = training.all_reduce(qnet, loss)
             norm = nn.utils.clip_grad_norm_(qnet.parameters(), 1.0)
             for param_group in optimizer.param_groups:
@@ -232,7 +230,8 @@ def train(
         with training.autocast(config):
             reader = scorer(qnet.eval(), config.plain, cache_gb=2.0)  # beside a training's moments
             ranks = ranking(reader.score, held_out)
-        # With a rank weight the error within states chooses the epoch, else the whole error.
+        # With a rank weight, where siblings can be compared, the error within states chooses the
+        # epoch, else the whole error.
         error = ranks["within_mse" if config.rank_weight and ranks["sibling_pairs"] else "mse"]
         log.end_epoch(error if len(held_out) >= MIN_HELD_OUT else None, held_out=ranks)
 
@@ -240,9 +239,9 @@ def train(
 # --------------------------------------------------------------------------------------------- main
 
 
-def read_pairs(labels: Path, limit: int | None) -> tuple[list[str], list[list[Pair]]]:
-    """Read the tasks and the pairs of the first `limit` labelled trees."""
-    trees = list(islice(read_trees(labels, Label), limit))
+def read_pairs(labels: Path) -> tuple[list[str], list[list[Pair]]]:
+    """Read the tasks and the pairs of the labelled trees."""
+    trees = list(read_trees(labels, Label))
     with as_user_error(f"{labels}: a root without", errors=KeyError):
         pairs = list(map(pairs_of, trees))
     if not any(pairs):
@@ -254,7 +253,7 @@ def load(sft: Path, config: Config) -> QNet:
     """A QNet of the agent's weights and a new head."""
     torch.manual_seed(config.seed)  # here: the agent may have been trained in this process just now
     qnet = QNet(*models.load(sft, config, train=not config.lora, body=True), config.hidden)
-    if device.is_divided(qnet.backbone) and not config.lora:  # all that is trained, or nothing
+    if device.is_divided(qnet.backbone) and not config.lora:  # as gradients of two kinds do not mix
         device.divide(qnet.head, next(qnet.backbone.parameters()).device_mesh)
     return qnet
 
@@ -271,12 +270,14 @@ def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     labels = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
     sft = find_or_make(config.sft, "sft", "sft", config)
+    if config.plain and config.rank_weight and files.share()[1] > 1:
+        raise UserError("--plain with --rank-weight: processes would not keep step: use one")
     training.join(config)
     log = training.Training(config.path, config, {}, {"labels": labels, "sft": sft})
     if log.complete:
         return
     qnet = load(sft, config)
-    tasks, trees = read_pairs(labels, config.limit)
+    tasks, trees = read_pairs(labels)
     learned, held_out = hold_out_trees(trees)
     adapter = models.prepare_training(qnet.backbone, config)
     train(qnet, learned, held_out, config, log)
@@ -289,6 +290,8 @@ def main(argv: list[str] | None = None) -> None:
         fingerprint=qnet.score([QUESTION])[0],
         held_out=ranks,
     )
+    if not training.is_first():
+        return
     print(f"{log.out}: {len(trees)} trees, after epoch {log.best_epoch} on held-out ones {ranks}")
     n, right = ranks["sibling_pairs"], ranks["sibling_accuracy"] or 0.0
     if n > 16 and right < 0.5 + 1 / n**0.5:  # two standard errors of a coin; fewer show nothing

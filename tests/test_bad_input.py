@@ -40,7 +40,7 @@ NO_RESULT = [("seed", "a"), ("reward", None), ("tokens", {"prompt": "many"}), ("
 READERS = {
     "expert.jsonl": lambda path: read(path, FakeEnv()),
     "trees.jsonl": lambda path: bellman.main(["--trees", str(path), "--run", str(path.parent / "run")]),
-    "q_labels.jsonl": lambda path: read_pairs(path, None),
+    "q_labels.jsonl": lambda path: read_pairs(path),
     "results.jsonl": lambda path: list(lines_of(path)),
     "ranges.csv": read_ranges,
 }

@@ -172,8 +172,7 @@ def train(tmp_path, agent):
 def test_the_command_says_what_it_has_trained(train, tmp_path):
     net, meta = train("--hidden", "8"), meta_of(tmp_path / "qnet")
     assert net.head[0].out_features == 8
-    slowest, fastest = (meta["tokens"] / (meta["seconds"] + rounding) for rounding in (0.06, -0.06))
-    assert meta["trees"] == 3 and slowest - 1 < meta["tokens_per_second"] < fastest + 1
+    assert meta["trees"] == 3 and meta["tokens"] > 0 and meta["seconds"] > 0
     figures = sibling_accuracy([TREE], {(p.state, p.action): q(net, p) for p in TREE})  # of what was saved
     held_out = {name: meta["held_out"][name] for name in figures}
     assert held_out == pytest.approx(figures, rel=1e-4) and figures["sibling_pairs"]
@@ -188,6 +187,12 @@ def test_siblings_in_the_order_of_a_coin_are_told(pairs, accuracy, told, train, 
     warn.cache_clear()
     train()
     assert ("no better than a coin" in capsys.readouterr().err) == told
+
+
+def test_families_of_other_sizes_are_not_shared_among_processes(train, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="--plain with --rank-weight: "):
+        train("--plain", "--rank-weight", "4")
 
 
 def test_the_head_is_in_full_width_where_the_backbone_is_not():
