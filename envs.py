@@ -16,7 +16,7 @@ always holds
     valid_actions   the executable actions that the environment would act on now, in a fixed order
 
 and what the engine itself reports (`clickables`, `admissible_commands`, `won`, ...).
-`environments.check` plays the rules of docs/environment.md in your own, at its first use.
+`environments.check` plays the rules of docs/environment.md in your own, as a run begins.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TextEnv(Hooks, gymnasium.Env):
     tree_depth = 8  # D of Algorithm 2
     side_by_side = 1  # forks open at once: more only if they share nothing that changes
     markov = False  # instruction and last observation say all that there is to know
-    split = "train"  # from which a reset draws that names no task
+    split = "train"  # from which a reset without a task_id draws
     observation_space = action_space = AnyText(20)
     draws: Any = None  # random numbers that choose tasks; np_random is the luck of an episode
 
@@ -78,7 +78,7 @@ class TextEnv(Hooks, gymnasium.Env):
         others = dict(options or {})
         task_id = others.pop("task_id", None)
         if others:
-            raise UserError(f"{self.name}: reset has no option {', '.join(others)}, but task_id")
+            raise UserError(f"{self.name}: reset has no option {', '.join(others)}: it has task_id")
         if self.draws is None or seed is not None:
             self.draws, _ = seeding.np_random(seed)
         if task_id is None:
@@ -95,7 +95,7 @@ class TextEnv(Hooks, gymnasium.Env):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         """Observation, reward, terminated, truncated and info. After its end an episode stays so.
 
-        Gymnasium's ResetNeeded where none has begun.
+        Gymnasium's ResetNeeded if no episode has begun.
         """
         if self.end is None:
             raise ResetNeeded(f"{self.name}: call reset before step")
@@ -158,7 +158,7 @@ class TextEnv(Hooks, gymnasium.Env):
     def valid_actions(self) -> list[str]:
         """Every action that would be acted on now, each once, in a fixed order.
 
-        Empty before the end: they are not listed, and any text may be one.
+        An empty list before the end: actions are not listed, and any text may be one.
         """
         raise NotImplementedError
 

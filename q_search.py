@@ -79,7 +79,7 @@ class Config(Sampling):
     qnet: str | None = not_in_recipe(None)  # folder, or URL#MODEL of a server (RUN/qnet)
     out: Path | None = not_in_recipe(None)  # RUN/results.jsonl; its lines are not played again
     label: str | None = None  # a variant's name, kept in each line
-    max_steps: PositiveInt | None = None  # the environment's
+    max_steps: PositiveInt | None = None  # step limit of an episode (the environment's)
 
 
 # ------------------------------------------------------------------------------------- an episode
@@ -159,7 +159,7 @@ class Method:
         return {"method": self.name, "M": self.M, "N": self.N, "select": select, "player": ""}
 
     def read_by_qnet(self, step: Step) -> list[str]:
-        """The actions of a step whose tokens QNet has read, which costs tokens."""
+        """The actions of a step whose tokens QNet has read."""
         if self.by == "q":
             return step.candidates
         return [step.action] if self.select == "q" else []
@@ -224,7 +224,7 @@ async def choose_episode(episodes: list[Episode], by: str | None) -> Episode:
         values = [(await Score(end.state, (end.action,)))[0] for end in ends]
     else:
         values = [end.reward for end in ends]
-    # Episodes may end alike: then their values differ by rounding, in each batch in another way.
+    # The values of episodes that end alike differ by rounding, in each batch in another way.
     best = [i for i, value in enumerate(values) if value > max(values) - 1e-6]
     return episodes[best[0]]
 
@@ -259,7 +259,7 @@ def load(config: Config, env: envs.TextEnv, plan: Sequence[Any]) -> tuple[Chat, 
 
 
 def load_scorer(config: Config) -> tuple[Any, Path]:
-    """Return a function that answers Score requests, and the folder of its QNet."""
+    """Return an object whose `score` answers Score requests, and the folder of its QNet."""
     if config.qnet and "://" in config.qnet:
         from integrations.served import ServedQNet
 

@@ -103,7 +103,7 @@ def drive(
     """
     asleep = collections.defaultdict(list)  # by type of request: players, each with its request
     remote = {}  # players that a server is to answer, each with what waits for it
-    ready = queue.SimpleQueue()  # type: queue.SimpleQueue[Coroutine]  # those that it has answered
+    ready: queue.SimpleQueue[Coroutine] = queue.SimpleQueue()  # those that it has answered
     finished: list[T] = []
     source = iter(players)
 

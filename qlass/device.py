@@ -17,8 +17,8 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 def device_and_precision(config: Any) -> tuple[torch.device, str]:
-    """This process's GPU or, without any, the CPU. --precision, else bf16 on a GPU that computes it
-    and float32 on a CPU, of which few do."""
+    """This process's GPU or, without any, the CPU. --precision, else bf16 on a GPU that computes
+    it, and float32 elsewhere."""
     gpu = torch.cuda.is_available()
     rank = int(os.environ.get("LOCAL_RANK") or 0)
     place = torch.device("cuda", rank) if gpu else torch.device("cpu")

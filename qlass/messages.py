@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from qlass import UserError
-from qlass.records import as_user_error
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """s_t: the chat messages up to the last observation, and the task's sentence.
+    """s_t: the chat messages up to the last observation, or a trajectory's, which end with an
+    action; and the task's sentence.
 
     Messages are (role, content): "user" and "assistant" in turns. The first two are instruction and
     agreement, as in ETO's layout, or the first holds instruction and observation.
@@ -61,9 +61,7 @@ def message(role: str, content: str) -> tuple[str, str]:
 
 def start(env: Any, task_id: str) -> State:
     """The state in which a task begins; `env` stands there."""
-    with as_user_error(f"{env.name}: task {task_id}", errors=ConnectionError):
-        beginning = env.reset(options={"task_id": task_id})
-    return first_state(env, *beginning)
+    return first_state(env, *env.reset(options={"task_id": task_id}))
 
 
 def first_state(env: Any, observation: str, info: dict) -> State:
@@ -76,9 +74,7 @@ def first_state(env: Any, observation: str, info: dict) -> State:
 
 def step(env: Any, state: State, action: str) -> tuple[State, float, bool]:
     """The state that an action leads to, the outcome, and whether the episode is over."""
-    # Such as the broken pipe of a process that plays.
-    with as_user_error(f"{env.name}: task {env.task_id}", errors=ConnectionError):
-        observation, reward, terminated, truncated, _ = env.step(parse_action(action))
+    observation, reward, terminated, truncated, _ = env.step(parse_action(action))
     done = bool(terminated or truncated)
     if not 0 <= reward <= 1 or (reward and not done):
         raise UserError(

@@ -7,7 +7,8 @@
                             checkpoint its training's states
 
 1. An output gets its name by one rename. To be there is to be complete.
-2. The same recipe gives the same bytes: it resumes an output, and another recipe is refused.
+2. The same recipe gives the same bytes: its command goes on with a stopped output, and another
+   recipe is refused.
 3. A group of lines (a tree, a result) depends on the recipe and on its own key alone. So whichever
    process makes it, and however often, it is the same group.
 
@@ -52,7 +53,7 @@ from qlass.files import (
 from qlass.records import as_user_error
 from qlass.settings import Run, default_run, other_kind, write_settings
 
-PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata tell
+PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata report
 
 # ------------------------------------------------------------------------------------- the recipe
 
@@ -63,7 +64,7 @@ def checkpoint(name: str | Path) -> Path:
     path = Path(name)
     if path.exists():
         return path
-    if len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir()):
+    if len(path.parts) > 1 and path.parent.is_dir():
         raise UserError(f"{path}: no such folder")
     from huggingface_hub import snapshot_download
 
@@ -114,7 +115,7 @@ def changed_inputs(output: Path) -> Iterator[str]:
 
 
 def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
-    """Claim an output: write its metadata, or compare what it was begun with. Returns those.
+    """Write an output's metadata, or compare its recipe with what it was begun with. Returns them.
 
     settings: what its bytes depend on, beside the content of the inputs.
     """
@@ -138,7 +139,7 @@ def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
     folder = output.parent.resolve()
     places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
     meta |= {"recipe": meta["recipe"] | recipe, "inputs": meta["inputs"] | places}
-    meta["versions"] = {name: metadata.version(name) for name in PACKAGES}
+    meta.setdefault("versions", {name: metadata.version(name) for name in PACKAGES})
     meta.setdefault("commit", code_version())
     if output.parent == config.run and not config.file.exists():
         write_settings(config)
@@ -195,7 +196,7 @@ class Output:
     ) -> None:
         rank, n = share()
         if n > 1 and config.overwrite:
-            raise UserError(f"{path}: --overwrite is for one process: delete it")
+            raise UserError(f"{path}: --overwrite is for one process: delete the file")
         self.path, self.key = path, key
         self.part = parts_folder(path) / f"{rank}-of-{n}.jsonl"
         self.lock = lock(path.with_name(f"{path.name}.{rank}-of-{n}") if n > 1 else path)
@@ -225,7 +226,7 @@ class Output:
     def todo(self, keys: Sequence[Any]) -> list[Any]:
         """The missing keys of this process's share."""
         if not keys:
-            raise UserError(f"{self.path}: no tasks are left to play")
+            raise UserError(f"{self.path}: no task is named (--split, --skip)")
         rank, n = share()
         return [key for key in keys[rank::n] if key not in self.groups]
 
@@ -250,8 +251,9 @@ class Output:
             for key in plan:  # in this order, behind what it has
                 if key not in self.named:
                     self.groups[key] = self.groups.pop(key)
-            figures["seconds"] = round(time.monotonic() - self.began, 1)
-            write_json(meta_path(self.path), self.meta | figures)
-            write_jsonl(self.path, self.records)
+            if self.groups.keys() != self.named:
+                figures["seconds"] = round(time.monotonic() - self.began, 1)
+                write_json(meta_path(self.path), self.meta | figures)
+                write_jsonl(self.path, self.records)
             shutil.rmtree(self.part.parent, ignore_errors=True)
         self.lock.release()

@@ -93,8 +93,8 @@ def ranking(score: Callable[[list[Score]], list[list[float]]], trees: list[list[
 def agreement(q: np.ndarray, values: np.ndarray) -> list[float]:
     """Compare the order of k siblings' values (k,) with that of their q (k,).
 
-    Returns for each pair to rank 1 if the values have q's order, 0 if the other one, .5 if they are
-    equal.
+    Returns a number for each pair of siblings to rank: 1 if the values have q's order, 0 if the
+    opposite one, .5 if they are equal.
     """
     i, j = np.triu_indices(len(q), 1)
     to_rank = abs(q[i] - q[j]) > GAP

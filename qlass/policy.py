@@ -49,7 +49,7 @@ class Policy:
         self.model, self.chat, self.seed = model, chat, seed
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        """a ~ pi(a | s), n times for each request; those of a kind are answered side by side."""
+        """a ~ pi(a | s), n times for each request; `FastPolicy` batches those of a kind."""
         logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
         texts = iter(self.texts([r for r in requests if not r.valid]))
         return [self.choose(r, next(logprobs)) if r.valid else next(texts) for r in requests]
@@ -134,9 +134,9 @@ class Policy:
         return [self.valid_logprob(r) for r in requests]
 
     def valid_logprob(self, request: Sample) -> np.ndarray:
-        """(A,), of an action's tokens, each among those that continue a valid action there.
+        """(A,): the sum over an action's tokens, each among those that continue a valid action.
 
-        Each action ends with a token that no other place has, so none is the beginning of another.
+        Each action ends with the token that ends the turn, so none is the beginning of another.
         """
         prompt = self.chat.prompt(request.state)
         task = request.state.task

@@ -119,11 +119,8 @@ def as_user_error(
         words = getattr(error, "strerror", None) or str(error) or repr(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
-            words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
         raise UserError(f"{place}: {' '.join(words.split())[:400]}{way_out}") from error
-
-
-LAYOUT = " (a file is one JSON list, or has one JSON object a line)"
 
 
 def read(path: Path, kind: type[L]) -> Iterator[L]:
@@ -131,14 +128,13 @@ def read(path: Path, kind: type[L]) -> Iterator[L]:
     check = TypeAdapter(kind).validate_python
     with as_user_error(path):
         text = path.read_text(encoding="utf-8-sig")
-    with as_user_error(path, LAYOUT):
+    with as_user_error(path):
         lines: Any = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
     for number, line in enumerate(lines, 1):
         if line == "":
             continue
-        with as_user_error(f"{path}:{number}", LAYOUT):
-            record: Any = json.loads(line) if isinstance(line, str) else line
         with as_user_error(f"{path}:{number}"):
+            record: Any = json.loads(line) if isinstance(line, str) else line
             fields = check(record)
         record.update(fields)  # in the order of the file
         yield record

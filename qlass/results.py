@@ -39,16 +39,18 @@ def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
     }
 
 
-def costs_of(chat: Chat, episodes: Sequence[Episode], scored: Callable[[Any], list[str]]) -> dict:
-    """Tokens of a task's episodes: a model reads and writes each once, as with a prompt cache.
+def costs_of(
+    chat: Chat, episodes: Sequence[Episode], read_by_qnet: Callable[[Any], list[str]]
+) -> dict:
+    """Tokens of a task's episodes: each counts once, as with a prompt cache.
 
     `prompt` counts what the policy reads of the environment's words (its own are in the cache since
     it wrote them), `generated` all that it writes, `scored` what QNet reads, of the actions that
-    `scored` gives. What episodes share is read once. An agent that chooses among valid actions is
-    charged the tokens of its choice.
+    `read_by_qnet` gives. What episodes share is read once. An agent that chooses among valid
+    actions is charged the tokens of its choice.
     """
     steps = list(chain.from_iterable(episodes))
-    by_qnet = {(step.state, action) for step in steps for action in scored(step)}
+    by_qnet = {(step.state, action) for step in steps for action in read_by_qnet(step)}
     prompt = environment_tokens(chat, (step.state for step in steps))
     read = sum(len(chat.action(action, state.task)) for state, action in by_qnet)
     generated = sum(candidate.tokens for step in steps for candidate in step.samples)

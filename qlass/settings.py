@@ -1,8 +1,8 @@
 """Settings: one frozen dataclass per command is its flags, its --help, its defaults and its recipe.
 
-A run has one settings file, RUN/settings.toml: its first output copies that of its preset, there is
-one for each environment and kind of model. Flags go before the file, and the file goes before the
-class, where the paper's settings stand. `--help` shows the values that apply.
+A run has one settings file, RUN/settings.toml, which its first command copies from a preset: there
+is a preset for each environment and kind of model. Flags override the file, and the file overrides
+the class, where the paper's settings stand. `--help` shows the values that apply.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(Run):
-    """The bits of a model. No CPU goes on with what a GPU began."""
+    """The bits of a model's weights. An output is of one precision."""
 
     load_in: Literal["4bit", "8bit"] | None = None  # bits per weight (bitsandbytes)
     precision: Literal["float32", "bf16"] | None = None  # bf16 on a GPU that has it, else float32
@@ -90,9 +90,9 @@ class Sampling(Prompt):
 
     temperature: Number | None = None  # else the checkpoint's own (0.7; tiny: 1)
     plain: bool = not_in_recipe(False)  # one sequence at a time, for recurrent models
-    # GB for prompts (2; on a GPU a quarter of its memory)
+    # GB for prompts, for each model (2; on a GPU a quarter of its free memory)
     cache_gb: Number | None = not_in_recipe(None)
-    # trees or episodes at once (64; sciworld: 4)
+    # trees or episodes at once (64; sciworld: 4; your own: its side_by_side)
     in_flight: PositiveInt | None = not_in_recipe(None)
     # URL#MODEL of an OpenAI-compatible server of the agent
     server: str | None = not_in_recipe(None)
@@ -106,11 +106,11 @@ class Learning(Model):
     epochs: PositiveInt
     batch: PositiveInt
     patience: PositiveInt
-    lora: PositiveInt | None = None  # train updates of this rank alone
+    lora: PositiveInt | None = None  # LoRA's rank: its updates alone are trained
     optim: Literal["adamw", "adamw8bit"] = "adamw"  # moments in 32 or in 8 bits
     gradient_checkpointing: bool = not_in_recipe(False)  # less memory, a third more time
     micro_tokens: PositiveInt = not_in_recipe(8192)  # tokens in memory at once, padding included
-    save_every: PositiveInt = not_in_recipe(50)  # updates
+    save_every: PositiveInt = not_in_recipe(50)  # updates between two saved states
 
 
 # ------------------------------------------------------------------------------ reading the flags
@@ -216,7 +216,7 @@ FITS = (
 
 
 def run_stage(main: Callable[[], None]) -> None:
-    """A script's last line: a mistake in one line, with exit code 2."""
+    """Run a script. A mistake is printed in one line, with exit code 2."""
     try:
         main()
     except KeyboardInterrupt:
