@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> None:
     learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out_tasks(expert))
     if config.candidates == "free":  # in play no answer is cut that was learned
         answers = ((text, line.state.task) for line in expert for text in line.state.actions)
-        longest = max(len(chat.action(text, task)) for text, task in answers)
+        longest = max(len(chat.action_tokens(text, task)) for text, task in answers)
         most = min(longest, limit // 2)  # a longer one leaves no room for its prompt
         chat.rendering.max_new_tokens = max(chat.rendering.max_new_tokens, most)
     chat.prompt(QUESTION.state)  # a UserError if it does not fit, before the training

@@ -37,7 +37,7 @@ class Decision:
         return len(set(self.valid)) == 1
 
     def tokens(self, chat: Chat) -> list[int]:
-        return list(self.ids) or chat.action(self.action, self.state.task)
+        return list(self.ids) or chat.action_tokens(self.action, self.state.task)
 
 
 class PackedDecisions:
@@ -73,7 +73,7 @@ class PackedDecisions:
         """The valid actions behind the token `last` of the tree."""
         choice = len(self.owner)
         texts = list(dict.fromkeys(decision.valid))
-        trie = Trie([chat.action(text, decision.state.task) for text in texts])
+        trie = Trie([chat.action_tokens(text, decision.state.task) for text in texts])
         before = [[last, *self.tree.add(tail, last)] for tail in trie.tails]
         for text, through in zip(texts, trie.through, strict=True):
             option = len(self.options)

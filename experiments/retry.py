@@ -70,7 +70,7 @@ class Retry(Variant):
                 env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
         outcome = self.outcome(chat, trials[values.index(max(values))], trials)
         outcome["tokens"]["prompt"] += sum(len(chat.message_tokens(question)[-1]) for question in questions)
-        outcome["tokens"]["generated"] += sum(len(chat.action(plan, "")) for plan in plans)
+        outcome["tokens"]["generated"] += sum(len(chat.action_tokens(plan, "")) for plan in plans)
         return outcome
 
 

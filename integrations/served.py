@@ -89,7 +89,7 @@ class ServedPolicy:
     async def likelihood(self, state: State, action: str) -> float:
         """log pi(a | s) of a text, in nats, where the server tells that of a prompt (vLLM)."""
         prompt = self.chat.prompt(state)
-        ids = self.chat.action(action, state.task, len(prompt))
+        ids = self.chat.action_tokens(action, state.task, len(prompt))
         choice, _ = await self.server.complete(prompt + ids, max_tokens=1, prompt_logprobs=0)
         logprobs = choice.get("prompt_logprobs")
         if not logprobs:

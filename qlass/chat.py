@@ -145,7 +145,7 @@ class Chat:
         write_json(folder / Rendering.FILE, vars(self.rendering))
 
     def _encode(self, past: str, before: str, content: str, after: str) -> list[int]:
-        """Tokens of before + content + after behind `past`, as SentencePiece adds a space at a
+        """Tokens of before + content + after after `past`, as SentencePiece adds a space at a
         text's beginning alone. Control tokens in the content are read as their characters."""
         from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
@@ -171,7 +171,7 @@ class Chat:
                 lists.append(self.encode(past, before, content, template.ask))
         return lists
 
-    def action(self, text: str, task: str, prompt: int = 0) -> list[int]:
+    def action_tokens(self, text: str, task: str, prompt: int = 0) -> list[int]:
         """Tokens of an action as the assistant writes it, with the token that ends its turn unless
         Q is read before it. UserError if they and `prompt` tokens exceed the model's context."""
         template = self.template
@@ -219,7 +219,7 @@ class Chat:
     def pair(self, state: State, action: str) -> list[int]:
         """Tokens of (s, a), as QNet reads them."""
         prompt = self.prompt(state)
-        return prompt + self.action(action, state.task, len(prompt))
+        return prompt + self.action_tokens(action, state.task, len(prompt))
 
     def fixed_messages(self, state: State) -> int:
         """The number of lists at a prompt's front that stay: instruction, agreement, task."""

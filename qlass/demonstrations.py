@@ -102,7 +102,7 @@ def refuse_openings(expert: list[Demonstration], env: Any) -> None:
         if begin != expected:
             raise UserError(
                 f"demonstration {number} begins with {[text[:60] for _, text in begin]}: all must"
-                " begin with one instruction and agreement, and the goal stands behind them"
+                " begin with one instruction and agreement, and the goal stands after them"
                 f" (or, by task_id, as {env.name} begins the task)"
             )
     fork.close()

@@ -117,7 +117,7 @@ def load_chat(path: Path, config: Model) -> Chat:
         ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
         context = getattr(settings, "max_position_embeddings", None)
         chat = Chat(tokenizer, Rendering.load(path, config), context, ends)
-        if chat.text([*chat.action(PROBE, ""), chat.stop_id]) != PROBE:
+        if chat.text([*chat.action_tokens(PROBE, ""), chat.stop_id]) != PROBE:
             raise UserError("its tokenizer changes an action")
         return chat
 
@@ -128,7 +128,7 @@ def check(model: Any, chat: Chat, plain: bool) -> None:
     causal, and for one that the fast engine reads otherwise than one sequence at a time."""
     if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
         raise UserError("its tokenizer has tokens beyond the model's embeddings")
-    tokens = torch.tensor([chat.action(PROBE, "")], device=model.device)
+    tokens = torch.tensor([chat.action_tokens(PROBE, "")], device=model.device)
     with as_user_error("its model class"):
         logits, alone = model(input_ids=tokens)[0], model(input_ids=tokens[:, :1])[0]
     first = alone[0, 0]

@@ -148,7 +148,7 @@ def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
 
 
 def code_version() -> str:
-    """The commit of this code, "-dirty" behind it if files differ; empty where git has none."""
+    """The commit of this code, "-dirty" after it if files differ; empty where git has none."""
     git = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     with contextlib.suppress(OSError):
         place = Path(__file__).parent
@@ -237,9 +237,7 @@ class Output:
         for group in tqdm(groups, title, total, mininterval=0.5):
             self.part.parent.mkdir(exist_ok=True)  # the first group claims the output
             with open(self.part, "ab") as out:
-                out.write(
-                    b"\n" + dumps(group).encode()
-                )  # a line of its own, behind what a stop cut
+                out.write(b"\n" + dumps(group).encode())  # a line of its own, after what a stop cut
         self.read()
 
     def finish(self, plan: Sequence[Any], **figures: Any) -> None:
@@ -248,7 +246,7 @@ class Output:
         if missing:
             print(f"{self.path}: {len(missing)} of {len(plan)} are left to other processes")
         else:
-            for key in plan:  # in this order, behind what it has
+            for key in plan:  # in this order, after what it has
                 if key not in self.named:
                     self.groups[key] = self.groups.pop(key)
             if self.groups.keys() != self.named:

@@ -102,7 +102,7 @@ class Policy:
         cumulative = logp.double().exp().cumsum(-1)
         u = noise[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, u, right=True)  # (B, 1)
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # rounding may lead behind the last token
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # rounding may lead after the last token
         likeliest = logits.argmax(-1, keepdim=True)
         tokens = torch.where(greedy, likeliest, tokens)
         return tokens[:, 0], self.finite(logp.gather(-1, tokens)[:, 0].double())
@@ -125,7 +125,7 @@ class Policy:
                 (u,) = uniforms(1, self.seed, *request.key, k)
                 pick = np.searchsorted(cumulative, u * cumulative[-1])
             action = request.valid[pick]
-            tokens = len(self.chat.action(action, request.state.task))
+            tokens = len(self.chat.action_tokens(action, request.state.task))
             candidates.append(Candidate(action, tokens, float(logp[pick])))
         return candidates
 
@@ -140,7 +140,7 @@ class Policy:
         """
         prompt = self.chat.prompt(request.state)
         task = request.state.task
-        actions = [self.chat.action(action, task, len(prompt)) for action in request.valid]
+        actions = [self.chat.action_tokens(action, task, len(prompt)) for action in request.valid]
 
         totals = np.zeros(len(actions))
         for a, ids in enumerate(actions):
@@ -163,7 +163,7 @@ class Policy:
         It is the sum of its tokens'. The end of the turn is one of these.
         """
         prompt = self.chat.prompt(state)
-        ids = self.chat.action(action, state.task, len(prompt))
+        ids = self.chat.action_tokens(action, state.task, len(prompt))
         logp = self.logits(prompt, ids).log_softmax(-1)
         of_tokens = logp[range(len(ids)), ids]  # (len(ids),)
         return float(self.finite(of_tokens.double().sum()))

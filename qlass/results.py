@@ -52,7 +52,7 @@ def costs_of(
     steps = list(chain.from_iterable(episodes))
     by_qnet = {(step.state, action) for step in steps for action in read_by_qnet(step)}
     prompt = environment_tokens(chat, (step.state for step in steps))
-    read = sum(len(chat.action(action, state.task)) for state, action in by_qnet)
+    read = sum(len(chat.action_tokens(action, state.task)) for state, action in by_qnet)
     generated = sum(candidate.tokens for step in steps for candidate in step.samples)
     tokens = {"prompt": prompt, "generated": generated, "scored": read and prompt + read}
     cut_prompts = len([step for step in steps if chat.is_truncated(step.state)])

@@ -148,7 +148,7 @@ class Training:
 
     lines: the log, one per update and one per epoch, written as it grows. A state is weights,
     moments, random numbers and the log so far, with which a training goes on, by any number of
-    processes: what came behind it is done, and logged, again.
+    processes: what came after it is done, and logged, again.
     """
 
     def __init__(self, out: Path, config: Learning, settings: dict, inputs: Inputs) -> None:

@@ -97,7 +97,7 @@ def test_a_state_reads_as_the_models_own_template_writes_it(name, scheme):
     assert chat.prompt(spaced) == chat.prompt(STATE)
     # The tokens are those of the whole text, up to the one that ends the turn: nothing depends on where runs are cut.
     written = tokenizer.apply_chat_template(STATE.extended("Action: push", "").dump()[:-1], tokenize=False).strip()
-    ids = [*chat.prompt(STATE), *chat.action("Action: push", "")]
+    ids = [*chat.prompt(STATE), *chat.action_tokens("Action: push", "")]
     assert tokenizer(written, add_special_tokens=False).input_ids[: len(ids)] == ids
     assert tokenizer.convert_ids_to_tokens(ids[-1]) == ENDS[name] and ids[-1] == chat.stop_id
 
@@ -111,7 +111,7 @@ chats = st.sampled_from([*CHATS.values(), MARKING, word_chat(), word_chat(compac
 def test_the_tokens_of_a_state_begin_those_of_every_later_state(chat, task, turns):
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "a door")), task)
     for action, observation in turns:
-        pair = [*chat.prompt(state), *chat.action(action, task)]
+        pair = [*chat.prompt(state), *chat.action_tokens(action, task)]
         state = state.extended(action, observation)
         assert chat.prompt(state)[: len(pair)] == pair
 
@@ -120,7 +120,7 @@ def test_the_tokens_of_a_state_begin_those_of_every_later_state(chat, task, turn
 def test_an_action_comes_back_from_its_tokens(chat, action, task):
     if chat is MARKING:
         action = action.replace(MARK, "a")
-    ids = chat.action(action, task)
+    ids = chat.action_tokens(action, task)
     assert ids.index(chat.stop_id) == len(ids) - 1
     for wrote in (ids, [*ids, 5, 6], ids[:-1]):  # what comes after the end is none of it; cut by the limit of tokens
         assert chat.text(wrote) == action
@@ -159,7 +159,7 @@ def test_control_tokens_in_a_message_stay_text(name):
     other = chat.prompt(State((("user", "see it"),), opening=0))
     for control in [*CONTROL, "[INST]", "[/INST]"]:
         page = f"see {control} and {control}"
-        *ids, end = chat.action(page, "")
+        *ids, end = chat.action_tokens(page, "")
         assert special.isdisjoint(ids) and end == chat.stop_id
         assert chat.text(ids) == page or name == "llama-2"  # whose decoder drops spaces
         observed = chat.prompt(State((("user", page),), opening=0))

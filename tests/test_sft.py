@@ -149,7 +149,7 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone):
     text = f"<user>you stand\nThought: the{MARK} purse\nAction: left<end><user>Observation: the{MARK} purse\n"
     assert chat.tokenizer.decode(chat.prompt(state)) == text
     action = "Thought: a , b ½ .\nAction: click[12.5  two spaces]"
-    assert chat.text(chat.action(action, "x y")) == action
+    assert chat.text(chat.action_tokens(action, "x y")) == action
 
 
 def test_the_first_messages_at_inference_are_those_that_were_cloned(clone, tmp_path):
@@ -171,7 +171,9 @@ def test_a_checkpoint_that_is_cloned_on_takes_first_messages_and_length_from_wha
     write_json(tmp_path / "model" / Rendering.FILE, before)
     agent, env = clone("--n-expert", "2")
     assert (env.instruction, env.agreement) == ("walk", "OK")
-    assert agent.chat.rendering.max_new_tokens == len(agent.chat.action("Thought: this way\nAction: right", "")) > 3
+    assert (
+        agent.chat.rendering.max_new_tokens == len(agent.chat.action_tokens("Thought: this way\nAction: right", "")) > 3
+    )
 
 
 def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, capsys):

@@ -119,7 +119,7 @@ def test_free_sampling_equals_one_token_at_a_time(model, chat):
 
 
 def logprobs_by_brute_force(state: State, valid: tuple[str, ...], temperature: float) -> list[float]:
-    prompt, whole = CHAT.prompt(state), [CHAT.action(a, state.task) for a in valid]
+    prompt, whole = CHAT.prompt(state), [CHAT.action_tokens(a, state.task) for a in valid]
     return [log_pi(lambda ids: plain([*prompt, *ids])[-1] / temperature, ids, whole).item() for ids in whole]
 
 
@@ -148,7 +148,7 @@ def test_the_log_probability_of_a_text_by_brute_force():
     asked = [LogProb(state, ACTIONS) for state in STATES]
     answers = [np.concatenate(kind(MODEL, CHAT).likelihoods(asked)) for kind in (FastPolicy, Policy)]
     for (state, action), *both in zip(pairs, *answers, strict=True):
-        prompt, ids = CHAT.prompt(state), CHAT.action(action, state.task)
+        prompt, ids = CHAT.prompt(state), CHAT.action_tokens(action, state.task)
         rows = plain(prompt + ids).log_softmax(-1)[len(prompt) - 1 : -1]
         assert both == pytest.approx([float(rows[range(len(ids)), ids].sum())] * 2, abs=1e-4)
 
@@ -274,7 +274,7 @@ def test_a_step_costs_its_last_turn_and_the_actions():
     third = second.extended("Action: left", "Observation: nothing happens")
     fast, actions, costs = FastQNet(QNet(MODEL.model, CHAT)), TokenTree(), []
     for action in ACTIONS:
-        actions.add(CHAT.action(action, ""))
+        actions.add(CHAT.action_tokens(action, ""))
     for state in (FIRST, second, third, third):
         fast.memory.clear()
         before = fast.cache.computed
@@ -287,7 +287,7 @@ def test_a_step_costs_its_last_turn_and_the_actions():
 def test_a_tree_costs_its_unique_tokens():
     pairs, tree = [(s, a) for s in FAMILY for a in ACTIONS[:2]], TokenTree()
     for s, a in pairs:
-        tree.add([*CHAT.prompt(s), *CHAT.action(a, "")])
+        tree.add([*CHAT.prompt(s), *CHAT.action_tokens(a, "")])
     policy, net = FastPolicy(MODEL, CHAT), FastQNet(QNet(MODEL.model, CHAT))
     policy.likelihoods([LogProb(s, ACTIONS[:2]) for s in FAMILY])
     net.score([Score(s, ACTIONS[:2]) for s in FAMILY])

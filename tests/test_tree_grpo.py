@@ -106,7 +106,7 @@ def test_gigpos_second_group_are_discounted_visits_to_an_equal_observation(std):
 
 def plain_choices(model, chat, decision):
     """(log-probability, entropy) of each choice of a decision, by a forward pass a sequence and position."""
-    prompt, taken = chat.prompt(decision.state), chat.action(decision.action, decision.state.task)
+    prompt, taken = chat.prompt(decision.state), chat.action_tokens(decision.action, decision.state.task)
 
     def next_token(written):
         return model(input_ids=torch.tensor([[*prompt, *written]])).logits[0, -1].log_softmax(-1)
@@ -116,7 +116,7 @@ def plain_choices(model, chat, decision):
             logp = next_token(taken[:i])
             yield logp[token], -(logp.exp() * logp).sum()
         return
-    texts = [chat.action(text, decision.state.task) for text in decision.valid]
+    texts = [chat.action_tokens(text, decision.state.task) for text in decision.valid]
     every = torch.stack([log_pi(next_token, ids, texts) for ids in texts])
     yield every[texts.index(taken)], -(every.exp() * every).sum()
 
@@ -187,7 +187,9 @@ def test_probabilities_are_those_of_the_tokens_that_were_sampled(limit, valid):
     total = torch.zeros(20).index_add(0, torch.tensor(p.owner), logp)
     np.testing.assert_allclose(total.tolist(), [c.logprob for c in drawn], rtol=1e-4)
     assert len(set(total.tolist())) > 1
-    assert valid or any(len(c.ids) != len(chat.action(c.text, "find")) for c in drawn)  # read anew they would be others
+    assert valid or any(
+        len(c.ids) != len(chat.action_tokens(c.text, "find")) for c in drawn
+    )  # read anew they would be others
 
 
 # -------------------------------------------------------------------------------------- PPO and its critic, by turns

@@ -217,7 +217,9 @@ async def logprob(context: Context, decision: Decision) -> Scores:
 def per_token(context: Context, decision: Decision, logp: Scores) -> Scores:
     """Log-probabilities of the candidates, each by its number of tokens."""
     chat, task = context.agent.chat, decision.state.task
-    return [value / len(chat.action(action, task)) for value, action in zip(logp, decision.candidates, strict=True)]
+    return [
+        value / len(chat.action_tokens(action, task)) for value, action in zip(logp, decision.candidates, strict=True)
+    ]
 
 
 async def logprob_token(context: Context, decision: Decision) -> Scores:

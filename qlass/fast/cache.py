@@ -10,7 +10,7 @@ A *question* is a state's prompt with tails that may follow it, such as the vali
 The cache has an entry for each turn that it has read, whose name is a hash of all tokens up to its
 end. Here it knows turns 1 and 2 (*cached*), so the model reads turn 3 and the tails alone. Prompts
 with the same cached turns are a *family*, and one *row* of the batch: their new tokens stand in one
-token tree behind the cached ones.
+token tree after the cached ones.
 
     columns    [ padding | turn 1  turn 2 ][ padding | turn 3  click[C]  buy ]   row 1
                [           turn 1         ][ turn 2  turn 3'  click[A]  ...  ]   row 2
@@ -82,7 +82,7 @@ class CachedPrompt:
 
 
 class Row:
-    """Prompts of one family and their tails, as one token tree behind their cached tokens."""
+    """Prompts of one family and their tails, as one token tree after their cached tokens."""
 
     def __init__(self, prompt: CachedPrompt) -> None:
         self.past = prompt.past
@@ -166,7 +166,7 @@ class PromptCache:
 
     def next_round(self) -> None:
         """Begin a call. A turn's entry is used whenever one that continues it is, so that what a
-        full cache forgets has no turn left behind it."""
+        full cache forgets has no turn left after it."""
         self.round += 1
         if self.full:
             recent = self.round - self.ROUNDS
@@ -208,10 +208,10 @@ class PromptCache:
             self.used += tensor.nbytes
 
     def read(self, questions: Sequence[Question]) -> Iterator[Reading]:
-        """Put each question's tails through the model behind its prompt, every token once. Readings
+        """Put each question's tails through the model after its prompt, every token once. Readings
         come in any order.
 
-        What a large family did not fit in is read behind what its first row left in the cache.
+        What a large family did not fit in is read after what its first row left in the cache.
         """
         self.next_round()
         waiting = list(range(len(questions)))
@@ -280,7 +280,7 @@ def question_of(chat: Chat, state: State, actions: Iterable[str]) -> Question:
     """The tokens of a state's messages, and of actions in it."""
     messages = chat.prompt_tokens(state)
     length = sum(map(len, messages))
-    return Question(messages, [chat.action(text, state.task, length) for text in actions])
+    return Question(messages, [chat.action_tokens(text, state.task, length) for text in actions])
 
 
 def free_bytes_for(model: Any, gigabytes: float | None = None) -> int:

@@ -1,6 +1,6 @@
 """The answers of `policy.Policy` in batches, each token computed once.
 
-Among the valid actions the trie of their texts goes through the model in one pass behind the
+Among the valid actions the trie of their texts goes through the model in one pass after the
 prompt, which gives every conditional probability that decoding among them would meet. In free text
 a prompt is read once, its n candidates share its keys and values, and finished sequences leave the
 batch."""
@@ -29,7 +29,7 @@ REMEMBERED = 200_000  # choices
 
 
 class RoomyLayer(DynamicLayer):
-    """A layer's keys and values with room behind them, into which new ones are written.
+    """A layer's keys and values with room after them, into which new ones are written.
 
     DynamicLayer puts all of them together anew at each step, which takes most of the time of
     decoding."""
@@ -45,7 +45,7 @@ class RoomyLayer(DynamicLayer):
 
 
 def written_behind(old: Tensor, new: Tensor, room: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys or values (B, heads, tokens, head dim) behind older ones. Returns the room, a larger one
+    """Keys or values (B, heads, tokens, head dim) after older ones. Returns the room, a larger one
     if need be, and a view of what it holds now. `old` begins it, unless a selection of rows has
     since made a copy of `old`."""
     start = old.shape[-2]
@@ -75,7 +75,7 @@ class Batch:
         self.seen = self.seen[indices]
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Put the next token of each row (B,) through the model: the logits behind it, (B, V)."""
+        """Put the next token of each row (B,) through the model: the logits after it, (B, V)."""
         self.seen = torch.cat([self.seen, self.seen.new_ones(len(tokens), 1)], -1)
         positions = (self.seen.cumsum(-1) - 1).clamp(min=0)
         last = positions[:, -1:]
@@ -189,7 +189,7 @@ class FastPolicy(Policy):
         return answers
 
     def prefill(self, prompts: list[CachedPrompt]) -> tuple[Batch, Tensor]:
-        """A batch of prompts that have been read, and the logits behind each, (B, V)."""
+        """A batch of prompts that have been read, and the logits after each, (B, V)."""
         rows = []
         for prompt in prompts:
             row = Row(prompt)

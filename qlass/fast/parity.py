@@ -34,7 +34,7 @@ PLAIN = "; --plain reads it one sequence at a time"
 
 @torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
 def check(model: Any) -> None:
-    """UserError where token trees, behind a prompt cache or without, would give other outputs than
+    """UserError where token trees, after a prompt cache or without, would give other outputs than
     plain sequences, or these are not finite."""
     config = model.config.get_text_config()
     if name := next((name for name in HIDDEN if getattr(config, name, None)), None):
@@ -87,10 +87,10 @@ def tokens_of(model: Any) -> list[Tokens]:
 
 def outputs(model: Any, inputs: dict, columns: Tensor) -> Tensor:
     """Logits (B, columns, V) or, of a model without a head, hidden states (B, columns, D), of the
-    columns asked for. UserError for what its class says to a token tree behind a prompt cache."""
+    columns asked for. UserError for what its class says to a token tree after a prompt cache."""
     head = model.get_output_embeddings() is not None
     more = {"logits_to_keep": columns} if head else {}
-    with as_user_error("its model class reads no token trees behind a prompt cache", PLAIN):
+    with as_user_error("its model class reads no token trees after a prompt cache", PLAIN):
         out = model(**inputs, **more)
     past = inputs.get("past_key_values")
     if past is not None and not past.get_seq_length():
@@ -102,7 +102,7 @@ def differences(model: Any, sequences: list[Tokens], plain: list[Tensor]) -> Ten
     """Measure how far outputs of token trees are from plain ones, as a share of their mean size.
 
     Beginnings are read one after the other, a step deeper each: first without anything in the
-    cache, then behind what it has kept of those before. What follows a beginning in its sequence
+    cache, then after what it has kept of those before. What follows a beginning in its sequence
     stands for the actions."""
     cache = PromptCache(model, functools.partial(outputs, model), 1 << 14)
     cache.MIN_FILL = 0  # trees of all sizes side by side
