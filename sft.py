@@ -72,7 +72,7 @@ def hold_out_tasks(expert: list[Demonstration]) -> tuple[list[Demonstration], li
     return training_part, [line for task, line in of_task if task in held_out]
 
 
-def check_answers(expert: list[Demonstration], chat: Chat, limit: int) -> None:
+def check_demonstrations(expert: list[Demonstration], chat: Chat, limit: int) -> None:
     """UserError for an answer with a control token, which the agent would learn as letters, or with
     a text at which its answers end, and for a first action that ends beyond `limit` tokens. A
     warning counts the demonstrations whose later actions are cut."""
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
         demonstrations.replay_all(expert, env)
     model, chat = load(config, env, expert, start)
     limit = int(min(config.max_tokens, chat.context))
-    check_answers(expert, chat, limit)
+    check_demonstrations(expert, chat, limit)
     learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out_tasks(expert))
     if config.candidates == "free":  # in play no answer is cut that was learned
         answers = ((text, line.state.task) for line in expert for text in line.state.actions)

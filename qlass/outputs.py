@@ -219,9 +219,9 @@ class Output:
                         group = json.loads(line)
                         parts[self.key(group[0])] = group
         records = read_jsonl(self.path) if self.path.exists() else []
-        finished = {key: list(group) for key, group in itertools.groupby(records, self.key)}
-        self.groups = finished | parts
-        self.named = set(finished)  # what the output has already
+        done = {key: list(group) for key, group in itertools.groupby(records, self.key)}
+        self.groups = done | parts
+        self.finished = set(done)  # what the output has already
 
     def todo(self, keys: Sequence[Any]) -> list[Any]:
         """The missing keys of this process's share."""
@@ -247,9 +247,9 @@ class Output:
             print(f"{self.path}: {len(missing)} of {len(plan)} are left to other processes")
         else:
             for key in plan:  # in this order, after what it has
-                if key not in self.named:
+                if key not in self.finished:
                     self.groups[key] = self.groups.pop(key)
-            if self.groups.keys() != self.named:
+            if self.groups.keys() != self.finished:
                 figures["seconds"] = round(time.monotonic() - self.began, 1)
                 write_json(meta_path(self.path), self.meta | figures)
                 write_jsonl(self.path, self.records)

@@ -144,7 +144,8 @@ def all_reduce(model: nn.Module, loss: float) -> float:
 
 class Training:
     """An unfinished checkpoint: its metadata, its log NAME.log.jsonl, and its states in
-    NAME.parts/, the last and the best. The first process writes, and of a state each its share.
+    NAME.parts/, the last and the best, which is weights alone. The first process writes, and of a
+    state each its share.
 
     lines: the log, one per update and one per epoch, written as it grows. A state is weights,
     moments, random numbers and the log so far, with which a training goes on, by any number of
@@ -250,7 +251,8 @@ class Training:
     def save(self, name: str) -> None:
         """Write a state, whole or not at all."""
         draft, folder, old = (self.states / n for n in ("draft", name, f"{name}.old"))
-        checkpoint.save(self.state(), checkpoint_id=draft)  # returns when all have written
+        state = self.state() if name == "last" else {"trained": self.state()["trained"]}
+        checkpoint.save(state, checkpoint_id=draft)  # returns when all have written
         if is_first():
             write_jsonl(draft / "log.jsonl", self.lines)
             if folder.exists():

@@ -218,20 +218,20 @@ def test_what_begins_otherwise_or_holds_control_tokens_is_not_cloned(clone, tmp_
 
 def test_an_answer_with_a_text_that_ends_answers_is_refused():
     chat = word_chat(stop=("\nTask:",))
-    sft.check_answers(shown(STATE), chat, 100)
+    sft.check_demonstrations(shown(STATE), chat, 100)
     told = State((*STATE.messages[:3], ("assistant", "Action: left\nTask: more")))
     with pytest.raises(UserError, match=r"demonstration 2: remove '\\nTask:' from its answers"):
-        sft.check_answers(shown(STATE, told), chat, 100)
+        sft.check_demonstrations(shown(STATE, told), chat, 100)
 
 
 def test_demonstrations_that_are_cut_are_counted_and_none_loses_its_first_action(capsys):
     short = State(STATE.messages[:4])
-    sft.check_answers(shown(STATE, short), CHAT, 22)
+    sft.check_demonstrations(shown(STATE, short), CHAT, 22)
     assert not capsys.readouterr().err
-    sft.check_answers(shown(STATE, short, STATE), CHAT, 21)
+    sft.check_demonstrations(shown(STATE, short, STATE), CHAT, 21)
     assert "2 of 3 demonstrations lose their actions beyond 21 tokens" in capsys.readouterr().err
     with pytest.raises(UserError, match="demonstration 1: its first action ends at token 14, and 13 are read"):
-        sft.check_answers(shown(STATE), CHAT, 13)
+        sft.check_demonstrations(shown(STATE), CHAT, 13)
 
 
 def begun(*messages: str, task: str | None = None) -> Demonstration:
@@ -256,7 +256,7 @@ WHOLE = "walkyou stand at start"
 )
 def test_all_demonstrations_begin_alike(expert, number):
     """Else an agent would be asked in other words than it was cloned in."""
-    with pytest.raises(UserError, match=f"demonstration {number} begins with .*the goal stands behind them"):
+    with pytest.raises(UserError, match=f"demonstration {number} begins with .*the goal stands after them"):
         demonstrations.refuse_openings(expert, FakeEnv())
     demonstrations.refuse_openings(expert[: number - 1] or [begun(*TOLD)], FakeEnv())
 
