@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import envs
-from qlass import UserError, demonstrations
+from qlass import demonstrations
 from qlass.batching import Sample, ask, drive
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration, replay_all
@@ -53,7 +53,7 @@ from qlass.trees import tree_metrics
 @dataclass(frozen=True, kw_only=True)
 class Config(Sampling):
     """The values here are the paper's (Appendix A.4), which does not say W and the bounds. A preset
-    goes before them."""
+    overrides them."""
 
     stage: ClassVar = "build_trees"
     output: ClassVar = "trees.jsonl"
@@ -65,7 +65,7 @@ class Config(Sampling):
     # cloned: those that the agent was cloned from; new: the last of all training tasks
     tasks: Literal["cloned", "new"] = "cloned"
     rollouts: NonNegativeInt = 64  # at most, per tree (0: no bound)
-    steps: PositiveInt | None = None  # step limit of the agent (the environment's, of trees)
+    steps: PositiveInt | None = None  # step limit of the agent (the environment's tree_steps)
     limit: NonNegativeInt = not_in_recipe(0)  # number of tasks (0: all)
     # demonstrations (those that the agent was cloned from)
     expert: Path | None = not_in_recipe(None)
@@ -290,9 +290,6 @@ def build(
     else:
         order.reverse()
     tasks = order[: config.limit or None]
-    if not tasks:
-        raise UserError("no training task has a demonstration: --expert FILE, or --tasks new")
-
     settings = config.recipe() | env.settings
     trees = Output(config.path, config, settings, inputs, itemgetter("task_id"))
     if todo := trees.todo(tasks):

@@ -241,17 +241,16 @@ def environment(config: Config) -> tuple[envs.TextEnv, list[str]]:
 
 def load(config: Config, env: envs.TextEnv, plan: Sequence[Any]) -> tuple[Chat, Models, Inputs]:
     """Return the agent's Chat, a function for each type of request, and both models' folders."""
-    if not plan:
-        raise UserError("no method to play: --method and -M have one value or more")
     if config.server and any(method.by == "likelihood" for method in plan):
         raise UserError("--method likeliest: a server does not tell the pi(a | s) of its draws")
     sft = outputs.find_or_make(config.sft, "sft", "sft", config)
     models: Models = {}
     inputs: Inputs = {"sft": sft}
+    outputs.recipe_of(config.path, config, config.recipe() | env.settings, inputs)
     if any(method.needs_q for method in plan):
         reader, inputs["qnet"] = load_scorer(config)
         models[Score] = reader.score
-    from qlass.policy import load_agent  # torch is loaded here
+    from qlass.policy import load_agent  # not at the top, as --help needs no torch
 
     agent = load_agent(sft, config, env)
     models[Sample] = agent.sample

@@ -12,7 +12,11 @@ own, which reads with the aids of qlass/tiny.py. Any other model keeps its token
 template, and writes free text, "Thought: ... Action: ...", as in the paper.
 """
 
+from qlass import UserError  # first: it tells a missing package in one line
+
+# isort: split
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -22,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 import envs
-from qlass import UserError, demonstrations, models, training
+from qlass import demonstrations, models, training
 from qlass.chat import Chat, Rendering, any_of
 from qlass.demonstrations import Demonstration
 from qlass.device import wait
@@ -36,7 +40,7 @@ from qlass.tiny import AIDS, tiny_model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Learning):
-    """The values here are the paper's (Table 5). A preset goes before them."""
+    """The values here are the paper's (Table 5). A preset overrides them."""
 
     stage: ClassVar = "sft"
     output: ClassVar = "sft"
@@ -112,6 +116,12 @@ class Example:
     def targets(self) -> int:
         """The number of tokens that the agent wrote."""
         return len(self.labels) - self.labels.count(NO_TARGET)
+
+
+def longest_answer(example: Example) -> int:
+    """The number of tokens in its longest answer."""
+    runs = itertools.groupby(example.labels, NO_TARGET.__ne__)
+    return max(len(list(run)) for written, run in runs if written)
 
 
 def example_of(chat: Chat, state: State, limit: int) -> Example:
@@ -208,6 +218,8 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
 
 def start_of(config: Config) -> Path | None:
     """The folder of the model to train. None: the tiny one, from scratch."""
+    if config.model == "tiny" and (config.lora or config.load_in):
+        raise UserError("--lora, --load-in: the tiny model is trained whole, in all bits")
     return None if config.model == "tiny" else checkpoint(config.model)
 
 
@@ -253,11 +265,8 @@ def main(argv: list[str] | None = None) -> None:
     check_demonstrations(expert, chat, limit)
     learned, validation = (list(examples_of(chat, part, limit)) for part in hold_out_tasks(expert))
     if config.candidates == "free":  # in play no answer is cut that was learned
-        answers = ((text, line.state.task) for line in expert for text in line.state.actions)
-        longest = max(len(chat.action_tokens(text, task)) for text, task in answers)
-        most = min(longest, limit // 2)  # a longer one leaves no room for its prompt
-        chat.rendering.max_new_tokens = max(chat.rendering.max_new_tokens, most)
-    chat.prompt(QUESTION.state)  # a UserError if it does not fit, before the training
+        longest = max(map(longest_answer, learned))
+        chat.rendering.max_new_tokens = max(chat.rendering.max_new_tokens, longest)
     adapter = models.prepare_training(model, config)
     train(model, learned, validation, config, log)
     log.load_best()

@@ -19,6 +19,9 @@ search compares nothing else. --rank-weight adds a loss on their differences.
 
 from __future__ import annotations
 
+from qlass import UserError  # first: it tells a missing package in one line
+
+# isort: split
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
-from qlass import UserError, device, files, models, training
+from qlass import device, files, models, training
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.messages import State
@@ -55,7 +58,7 @@ MIN_HELD_OUT = 5  # fewer trees do not choose the epoch
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Learning, Prompt):
-    """The values here are the paper's (Table 5 and Eq. 11). A preset goes before them."""
+    """The values here are the paper's (Table 5 and Eq. 11). A preset overrides them."""
 
     stage: ClassVar = "train_qnet"
     output: ClassVar = "qnet"

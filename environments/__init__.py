@@ -14,11 +14,10 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 from gymnasium import spaces
-from pydantic import PositiveInt, TypeAdapter
 
 from environments import check
 from qlass import UserError
@@ -160,10 +159,9 @@ def make(name: str, split: str = "train", **options: Any) -> "TextEnv":
     shared = {key: options.pop(key) for key in SHARED if key in options.keys() - parameters(kind)}
     env = kind(**options)
     env.split = split
-    if "max_steps" in shared:
-        with as_user_error("--env-option max_steps"):
-            limit = TypeAdapter(PositiveInt | Literal["eto"] | None)  # "eto" is ScienceWorld's
-            env.max_steps = limit.validate_python(shared["max_steps"])
+    limit = env.max_steps = shared.get("max_steps", env.max_steps)
+    if isinstance(limit, str) and (env.name, limit) != ("sciworld", "eto"):
+        raise UserError(f"--env-option max_steps={limit}: a number, or null for no limit, is expected")
     if file := shared.get("instruction"):
         env.instruct(Path(file).read_text(encoding="utf-8-sig"))
     return env

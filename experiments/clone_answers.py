@@ -91,6 +91,9 @@ def main(argv: list[str] | None = None) -> None:
     log = Training(config.path, config, env.settings, {"expert": path, "model": start})
     if log.complete:
         return
+    if config.expert:
+        demonstrations.refuse_openings(expert, env)
+        demonstrations.replay_all(expert, env)
     model, chat = sft.load(config, env, expert, start)
     limit = int(min(config.max_tokens, chat.context))
     sft.check_demonstrations(expert, chat, limit)

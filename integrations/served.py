@@ -105,7 +105,7 @@ class ServedQNet:
         self.server = Server(url, config.in_flight)
         self.folder = Path(self.server.model)
         if not self.folder.is_dir():
-            raise UserError(f"{url}: no such folder, which the server's model is named by: {self.folder}")
+            raise UserError(f"{url}: no folder {self.folder}: the server's model has the name of its QNet's folder")
         self.chat = load_chat(self.folder, config)
         # Siblings are one call, so that one replica reads their prefix, once.
         self.score = Remote(self.values)

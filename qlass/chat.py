@@ -145,8 +145,8 @@ class Chat:
         write_json(folder / Rendering.FILE, vars(self.rendering))
 
     def _encode(self, past: str, before: str, content: str, after: str) -> list[int]:
-        """Tokens of before + content + after after `past`, as SentencePiece adds a space at a
-        text's beginning alone. Control tokens in the content are read as their characters."""
+        """Tokens of before + content + after, as they follow `past`: SentencePiece adds a space at
+        a text's beginning alone. Control tokens in the content are read as their characters."""
         from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
         text = before + mark_control_tokens(content, self.controls) + after

@@ -73,8 +73,8 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
     train = {*env.split_ids("train")}
     if others := [line.task_id for line in expert if line.task_id not in train]:
         warn(
-            f"{path}: the task_id of {len(others)} is no training task's (such as {others[0]}), so"
-            " they may be of test tasks"
+            f"{path}: {len(others)} demonstrations have no training task's task_id (such as"
+            f" {others[0]}), so they may be of test tasks"
         )
     return expert
 

@@ -94,14 +94,8 @@ def sha256(path: Path) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of a checkpoint that are loaded. UserError for weights that are there twice, and
-    for an adapter."""
+    """The files of a checkpoint that are loaded. UserError for an adapter."""
     files = sorted(itertools.chain(*map(folder.glob, LOADED)))
-    weights = [file.name for file in files if file.match("model*.safetensors")]  # shards first
-    if "model.safetensors" in weights[1:]:
-        raise UserError(
-            f"{folder}: {weights[0]} and model.safetensors are of two savings: move one away"
-        )
     merged = (folder / "policy.json").exists()  # a checkpoint of ours keeps its adapter
     if adapters := list(folder.glob("adapter_config.json" if merged else "**/adapter_config.json")):
         raise UserError(

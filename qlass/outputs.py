@@ -114,10 +114,10 @@ def changed_inputs(output: Path) -> Iterator[str]:
             yield f"{output} was made from another {path} than there is now: make it again"
 
 
-def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
-    """Write an output's metadata, or compare its recipe with what it was begun with. Returns them.
+def recipe_of(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
+    """All that the bytes of an output depend on. UserError if it was begun with another recipe.
 
-    settings: what its bytes depend on, beside the content of the inputs.
+    settings: what they depend on beside the content of the inputs.
     """
     for name, path in inputs.items():
         env = meta_of(path)["recipe"].get("env", config.env) if path else config.env
@@ -132,6 +132,12 @@ def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
     recipe = json.loads(json.dumps(settings, default=str))
     if is_begun(output):
         check(output, config, recipe, inputs)
+    return recipe
+
+
+def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
+    """Write an output's metadata, and return them; the arguments are `recipe_of`'s."""
+    recipe = recipe_of(output, config, settings, inputs)
     if config.overwrite:
         for path in (output, parts_folder(output), meta_path(output)):
             remove(path)
@@ -226,7 +232,7 @@ class Output:
     def todo(self, keys: Sequence[Any]) -> list[Any]:
         """The missing keys of this process's share."""
         if not keys:
-            raise UserError(f"{self.path}: no task is named (--split, --skip)")
+            raise UserError(f"{self.path}: no task is named (--split, --skip, --tasks)")
         rank, n = share()
         return [key for key in keys[rank::n] if key not in self.groups]
 

@@ -102,7 +102,7 @@ class Policy:
         cumulative = logp.double().exp().cumsum(-1)
         u = noise[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, u, right=True)  # (B, 1)
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # rounding may lead after the last token
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # rounding may lead beyond the last token
         likeliest = logits.argmax(-1, keepdim=True)
         tokens = torch.where(greedy, likeliest, tokens)
         return tokens[:, 0], self.finite(logp.gather(-1, tokens)[:, 0].double())

@@ -45,7 +45,7 @@ class Run:
     extends_options: ClassVar[bool] = False  # may add --env-option to those of the run
 
     env: str = "webshop"  # webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS
-    # NAME=VALUE, of the environment
+    # NAME=VALUE, of the environment, beside those of the preset
     env_option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = not_in_recipe(())
     run: Path = not_in_recipe(UNNAMED)  # folder of this run's files
     # of a new run (paper: pretrained)

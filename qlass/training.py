@@ -144,7 +144,7 @@ def all_reduce(model: nn.Module, loss: float) -> float:
 
 class Training:
     """An unfinished checkpoint: its metadata, its log NAME.log.jsonl, and its states in
-    NAME.parts/, the last and the best, which is weights alone. The first process writes, and of a
+    NAME.parts/, the last, and the best's weights alone. The first process writes, and of a
     state each its share.
 
     lines: the log, one per update and one per epoch, written as it grows. A state is weights,

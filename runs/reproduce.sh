@@ -19,7 +19,7 @@ case $ENV in
         ENV=alfworld splits=(valid_unseen valid_seen)
         flags=(--env-option "data=${ALFWORLD_DATA:-data/alfworld}") ;;
     sciworld)  # half of the preset's trees and of its epochs, which take hours
-        splits=(test_unseen test_seen) trees=(--limit 150) qnet=(--epochs 2) ;;
+        splits=(test_unseen test_seen) trees=(--limit 150) qnet=(--epochs 2 "${qnet[@]}") ;;
     webshop_real)
         # DIR holds items_shuffle_1000.json, items_ins_v2_1000.json and items_human_ins.json. A product has a goal for each
         # of its combinations of options: without a limit two products are a third of the test tasks.

@@ -237,7 +237,7 @@ def test_trees_of_the_cloned_tasks_have_their_demonstrations(build, agent, tmp_p
     assert tasks_of(text) == ["train1", "train3"]
     shown_steps = [node["action"] for node in nodes_of(text) if node["expert"]]
     assert shown_steps == ["Action: right"] * 2  # a step each, not the expert's way
-    with pytest.raises(UserError, match="no training task has a demonstration"):
+    with pytest.raises(UserError, match="no task is named"):
         build("--tasks", "cloned", out="none.jsonl")
     told = capsys.readouterr().err
     assert "its demonstrations are not at hand (--expert)" in told

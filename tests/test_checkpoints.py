@@ -87,13 +87,6 @@ def adapter(folder: Path) -> None:
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
 
 
-def shards_beside(folder: Path) -> None:
-    """A later model in shards, as of a program that leaves older files."""
-    tiny_lm(CHAT, 1).save_pretrained(folder / "later", max_shard_size="20KB")
-    for file in (folder / "later").glob("model*"):
-        file.rename(folder / file.name)
-
-
 def pieces_alone(folder: Path) -> None:
     """As of Vicuna, which programs read in ways that differ."""
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
@@ -145,7 +138,6 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to 
         lambda folder: (folder / "chat_template.jinja").write_text("{% if"),
         "its chat template",
     ),
-    "weights of two savings": (shards_beside, "model-00001-of-.* and model.safetensors are of two savings"),
     "weights of another name": (
         lambda folder: rewrite(folder / "config.json", transformers_weights="other.safetensors"),
         "its config.json names transformers_weights",

@@ -131,6 +131,9 @@ def test_a_run_is_of_one_kind_of_model(own, agent):
 def test_options_of_an_environment_add_up():
     options = ("--env-option", "a=1", "--seed", "1", "--env-option=b=2")
     assert settings_of(build_trees, *options).env_option == ("a=1", "b=2")
+    for option, together in (("map=4x4", ("map=4x4",)), ("slippery=true", ("map=lakes", "slippery=true"))):
+        assert settings_of(build_trees, "--env", "frozenlake", "--env-option", option).env_option == together
+    assert settings_of(q_search, "-M", "2", "4", "-M", "6").M == (6,)
 
 
 def test_a_run_has_one_environment_and_seed(tmp_path):

@@ -322,7 +322,7 @@ def test_options_arrive_as_their_defaults_are(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="--in-flight 2: bare plays 1 side by side"):
         envs.from_config(Sampling(env="test_environments:Bare", in_flight=2))
     for option, says in (
-        ("max_steps=ten", "max_steps: .*Input should be a valid integer.*"),
+        ("max_steps=ten", "max_steps=ten: a number, or null for no limit, is expected"),
         ("sizes=7", "sizes=7: its options are size, rate, level, dark, limit, file, max_steps, instruction"),
         ("rate=fast", r"rate=fast: rate takes no text \(its default is 0.5\)"),
     ):

@@ -123,7 +123,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_plain_needs_neither_the_fast_engine_nor_a_server(tmp_path):
     """All stages, where these can't be imported."""
-    program = ["import sys", "sys.modules |= {'qlass.fast': None, 'integrations.served': None}"]
+    program = [
+        "import sys",
+        "sys.modules |= {'qlass.fast': None, 'integrations.served': None, 'experiments.servers': None}",
+    ]
     for stage, flags in SHORT.items():
         plain = ["--plain"] * (stage not in ("sft", "bellman"))
         argv = [*LAKE, *flags.split(), *plain]

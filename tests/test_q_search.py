@@ -10,7 +10,7 @@ from fakes import FakeEnv, Script, path_of, run, say, true_q, word_chat
 import q_search
 from experiments.compare import distinct
 from q_search import Method
-from qlass import UserError, models
+from qlass import models
 from qlass.batching import Candidate, Sample, Score
 from qlass.messages import parse_action
 from reporting.show import show
@@ -214,12 +214,6 @@ def test_of_episodes_whose_values_differ_by_rounding_alone_the_first_counts():
     values = iter([[0.1], [0.20623595], [0.20623597], [0.2]])
     chosen, _ = run(q_search.choose_episode(episodes, "q"), lambda request: next(values))
     assert chosen is episodes[1]
-
-
-@pytest.mark.parametrize("flags", [["--method"], ["-M"]])
-def test_no_method_is_no_search(flags, search):
-    with pytest.raises(UserError, match="no method to play"):
-        search(*flags)
 
 
 def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted(search, monkeypatch):

@@ -140,8 +140,9 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone):
     agent = clone("--model", "tiny", "--batch", "1", "--n-expert", "4", "--layers", "1", "--heads", "1")[0]
     assert (agent.model.config.num_hidden_layers, agent.model.config.hidden_size) == (1, 64)
     chat = agent.chat
-    with pytest.raises(UserError, match=r"no\.jsonl: No such file"):
-        clone("--model", "tiny", "--expert", "no.jsonl", out="other")
+    for flags, says in (["--lora", "2"], "trained whole"), (["--expert", "no.jsonl"], r"no\.jsonl: No such file"):
+        with pytest.raises(UserError, match=says):
+            clone("--model", "tiny", *flags, out="other")
     assert chat.rendering == Rendering(**AIDS | {"agreement": "OK", "stop": []})
     state = State(STATE.messages[:3], "find the purse")
     state = state.extended("Thought: the purse\nAction: left", "Observation: the purse")
