@@ -38,7 +38,7 @@ def test_the_targets_are_the_agents_words():
     whole = sft.example_of(CHAT, STATE, 100)
     assert CHAT.tokenizer.convert_ids_to_tokens(whole.ids) == TEXT.split()
     assert whole.labels == [token if i in ITS_OWN else sft.NO_TARGET for i, token in enumerate(whole.ids)]
-    assert (len(whole), whole.targets) == (22, 10)
+    assert (len(whole), whole.targets, sft.longest_answer(whole)) == (22, 10, 5)
     (short,) = sft.examples_of(CHAT, shown(STATE), 9)
     assert (short.ids, short.labels, short.targets) == (whole.ids[:9], whole.labels[:9], 2)
     assert not list(sft.examples_of(CHAT, shown(STATE), 3))  # the agent has written nothing yet
@@ -206,7 +206,7 @@ def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, mo
     train(there)
 
 
-def test_what_begins_otherwise_or_holds_control_tokens_is_not_cloned(clone, tmp_path):
+def test_what_begins_otherwise_or_holds_control_tokens_is_not_cloned(clone, tmp_path, monkeypatch):
     """As of a chat template that was applied before: its tokens would be learned as letters."""
     *before, action = ETO["conversations"]
     marked = {"conversations": [*before, action | {"value": "Action: a<end>"}]}
@@ -215,6 +215,9 @@ def test_what_begins_otherwise_or_holds_control_tokens_is_not_cloned(clone, tmp_
         (tmp_path / "mine.json").write_text(json.dumps([ETO, other]))
         with pytest.raises(UserError, match=f"demonstration 2:? {says}"):
             clone("--expert", "mine.json")
+    monkeypatch.setattr(sft, "main", clone_answers.main)
+    with pytest.raises(UserError, match="demonstration 2 begins with"):
+        clone("--expert", "mine.json", out="other")
 
 
 def test_an_answer_with_a_text_that_ends_answers_is_refused():
