@@ -15,7 +15,7 @@ from qlass import UserError
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
 from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.files import meta_of, warn
+from qlass.files import meta_of
 from qlass.messages import State
 from qlass.pairs import Pair, families, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
@@ -178,15 +178,6 @@ def test_the_command_says_what_it_has_trained(train, tmp_path):
     assert held_out == pytest.approx(figures, rel=1e-4) and figures["sibling_pairs"]
     assert meta["fingerprint"] == pytest.approx(net.score([QUESTION])[0], abs=1e-4)
     assert len(set(meta["fingerprint"])) == 2
-
-
-@pytest.mark.parametrize(("pairs", "accuracy", "told"), [(100, 0.55, True), (100, 0.65, False), (3, 0.5, False)])
-def test_siblings_in_the_order_of_a_coin_are_told(pairs, accuracy, told, train, monkeypatch, capsys):
-    figures = {"mse": 0.1, "within_mse": 0.1, "sibling_accuracy": accuracy, "sibling_pairs": pairs}
-    monkeypatch.setattr(train_qnet, "ranking", lambda *_: figures)
-    warn.cache_clear()
-    train()
-    assert ("no better than a coin" in capsys.readouterr().err) == told
 
 
 def test_families_of_other_sizes_are_not_shared_among_processes(train, monkeypatch):
