@@ -330,7 +330,7 @@ def main(argv: list[str] | None = None) -> None:
     inputs: Inputs = {"sft": sft, "expert": None if config.no_expert else expert}
 
     def load() -> Any:
-        from qlass.policy import load_agent  # not at the top, as --help needs no torch
+        from qlass.agent import load_agent  # not at the top, as --help needs no torch
 
         return load_agent(sft, config, env)
 

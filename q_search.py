@@ -250,7 +250,7 @@ def load(config: Config, env: envs.TextEnv, plan: Sequence[Any]) -> tuple[Chat, 
     if any(method.needs_q for method in plan):
         reader, inputs["qnet"] = load_scorer(config)
         models[Score] = reader.score
-    from qlass.policy import load_agent  # not at the top, as --help needs no torch
+    from qlass.agent import load_agent  # not at the top, as --help needs no torch
 
     agent = load_agent(sft, config, env)
     models[Sample] = agent.sample

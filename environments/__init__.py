@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 from gymnasium import spaces
@@ -23,9 +23,6 @@ from environments import check
 from qlass import UserError
 from qlass.records import as_user_error
 from qlass.settings import Run
-
-if TYPE_CHECKING:
-    from envs import TextEnv
 
 WHERE = "(docs/models.md, section Data, says where the originals' files are from)"  # of what is missing
 
@@ -136,7 +133,7 @@ def fingerprint(path: Path) -> str:
 # ------------------------------------------------------------------------------------- environments by their names
 
 
-def environment_class(name: str) -> type["TextEnv"]:
+def environment_class(name: str) -> Any:
     """The class of an environment by its name, or by MODULE:CLASS for one of your own."""
     module, _, kind = ENVIRONMENTS.get(name, name).partition(":")
     if not kind:
@@ -149,7 +146,7 @@ def environment_class(name: str) -> type["TextEnv"]:
     return getattr(namespace, kind)
 
 
-def make(name: str, split: str = "train", **options: Any) -> "TextEnv":
+def make(name: str, split: str = "train", **options: Any) -> Any:
     """Build an environment by name; options are those of its class (`data`, ...) and of every one:
 
     split: from which a reset without a task_id draws. max_steps: None for no limit.
@@ -167,7 +164,7 @@ def make(name: str, split: str = "train", **options: Any) -> "TextEnv":
     return env
 
 
-def from_config(config: Run) -> "TextEnv":
+def from_config(config: Run) -> Any:
     """The environment of --env and --env-option.
 
     Its `settings` are its part of a recipe, in which a file counts by its content, not by its

@@ -19,12 +19,12 @@ import envs
 import train_qnet
 from experiments.bench import random_agent
 from qlass import UserError, models
+from qlass.agent import load_policy
 from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.messages import start
 from qlass.pairs import pairs_of
-from qlass.policy import load_policy
 from qlass.records import Label
 from qlass.settings import Sampling, parse, run_stage
 from qlass.training import autocast

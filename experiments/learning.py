@@ -21,12 +21,13 @@ from experiments import drive_in_order
 from experiments.self_train import trajectories
 from q_search import Method
 from qlass import UserError, files, models, outputs
+from qlass.agent import set_first_messages
 from qlass.batching import Sample
 from qlass.chat import Chat
 from qlass.fast.decode import FastPolicy
 from qlass.files import Inputs, atomic, lock, meta_of, meta_path, write_json, write_jsonl
 from qlass.noise import uniforms
-from qlass.policy import QUESTION, Policy, set_first_messages
+from qlass.policy import QUESTION, Policy
 from qlass.settings import Number, Prompt, not_in_recipe
 
 WARMUP = 4  # updates

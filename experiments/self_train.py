@@ -30,13 +30,13 @@ from tyro.conf import arg
 import envs
 from q_search import Method, episode
 from qlass import UserError, demonstrations, files, outputs
+from qlass.agent import load_agent
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
 from qlass.files import Inputs
 from qlass.messages import without_thinking
 from qlass.outputs import Output, find_or_make
 from qlass.pairs import states_of
-from qlass.policy import load_agent
 from qlass.results import costs_of
 from qlass.settings import Number, Sampling, not_in_recipe, read_settings, run_stage
 from qlass.trees import read_trees

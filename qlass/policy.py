@@ -9,19 +9,17 @@ rounds in other ways.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qlass import UserError, models
+from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
-from qlass.chat import Chat, Rendering
+from qlass.chat import Chat
 from qlass.messages import State, react
 from qlass.noise import uniforms
-from qlass.settings import Run, Sampling
 
 # One question for every checkpoint, which tells whether a server has its weights.
 TASK = "put a clean cup into the drawer 4."
@@ -174,39 +172,3 @@ class Policy:
         tokens = torch.tensor([prompt + ids], device=self.model.device)
         logits = self.model(input_ids=tokens, use_cache=False).logits[0]
         return logits[len(prompt) - 1 : -1].float()  # the last one predicts what follows the text
-
-
-# ------------------------------------------------------------------------ the agent of a checkpoint
-
-
-def load_agent(sft: Path, config: Sampling, env: Any = None) -> Any:
-    """The agent in the checkpoint `sft`, which is to play `env` from the messages that it was
-    cloned with; with --server only its tokenizer is here."""
-    if config.server:
-        from integrations.served import ServedPolicy
-
-        agent: Any = ServedPolicy(sft, config)
-    else:
-        agent = load_policy(sft, config)
-    if env:
-        set_first_messages(env, agent.chat.rendering, config)
-    return agent
-
-
-def set_first_messages(env: Any, rendering: Rendering, config: Run) -> None:
-    """Let an environment begin with the messages that the agent was cloned with."""
-    if rendering.agreement is not None:
-        env.agreement = rendering.agreement
-    named = any(option.startswith("instruction=") for option in config.env_option)
-    if rendering.instruction and not named:
-        env.instruct(rendering.instruction)
-
-
-def load_policy(path: Path, config: Sampling) -> Policy:
-    """The model in a checkpoint: `Policy`, or without --plain its fast twin."""
-    model, chat = models.load(path, config)
-    if config.plain:
-        return Policy(model, chat, config.seed)
-    from qlass.fast.decode import FastPolicy
-
-    return FastPolicy(model, chat, config.seed, config.cache_gb)

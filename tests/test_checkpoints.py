@@ -21,10 +21,10 @@ import q_search
 import sft
 import train_qnet
 from qlass import UserError, models
+from qlass.agent import load_policy
 from qlass.batching import Candidate, Sample
 from qlass.messages import State
 from qlass.outputs import checkpoint
-from qlass.policy import load_policy
 from qlass.settings import Sampling
 from train_qnet import QNet
 

@@ -7,9 +7,9 @@ from fakes import FakeEnv, dump, over, save_agent, tiny_lm, word_chat
 from experiments import eto, ppo, tree_grpo
 from experiments.learning import Learner
 from qlass import UserError, demonstrations
+from qlass.agent import load_policy
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl
-from qlass.policy import load_policy
 from qlass.settings import Sampling
 
 GROUPS = ["--batch-tasks", "8", "--minibatch", "4", "--every", "2"]

@@ -17,12 +17,12 @@ from experiments.qval import metrics, report, search
 from experiments.qval.points import Point, digest, labelled, trajectory
 from experiments.qval.scorers import Call, Context, Decision, answer, entries
 from qlass import UserError
+from qlass.agent import load_policy
 from qlass.batching import Candidate, LogProb, Sample, drive
 from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl, write_jsonl
 from qlass.messages import react, start
-from qlass.policy import load_policy
 
 RENDERING = Rendering()
 GAMMA = 0.95

@@ -17,10 +17,11 @@ import q_search
 from experiments.servers import TRIES, Server, event_loop
 from integrations.served import ServedPolicy, ServedQNet
 from qlass import UserError
+from qlass.agent import load_agent
 from qlass.batching import LogProb, Sample, Score, drive
 from qlass.files import meta_of, meta_path, read_jsonl, sha256, write_json
 from qlass.messages import State
-from qlass.policy import QUESTION, Policy, load_agent
+from qlass.policy import QUESTION, Policy
 from qlass.settings import Sampling
 from train_qnet import QNet
 

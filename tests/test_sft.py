@@ -14,11 +14,12 @@ import q_search
 import sft
 from experiments import clone_answers
 from qlass import UserError, demonstrations
+from qlass.agent import load_agent
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration, read
 from qlass.files import meta_of, read_jsonl, write_json
 from qlass.messages import State, start
-from qlass.policy import QUESTION, load_agent
+from qlass.policy import QUESTION
 from qlass.tiny import AIDS, MARK
 from qlass.training import cosine
 

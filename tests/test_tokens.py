@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from experiments import drive_in_order
 from qlass import UserError
+from qlass.agent import load_policy
 from qlass.batching import LogProb, Request, Sample, Score, drive
 from qlass.chat import Chat, Rendering
 from qlass.fast import cache, parity
@@ -24,7 +25,7 @@ from qlass.fast.score import FastQNet
 from qlass.fast.token_tree import TokenTree, batches, windows_of
 from qlass.messages import State, react
 from qlass.noise import uniforms
-from qlass.policy import Policy, load_policy
+from qlass.policy import Policy
 from qlass.settings import Sampling
 from train_qnet import QNet
 

@@ -77,8 +77,8 @@ class FrozenLakeEnv(TextEnv):
         if move not in lake.MOVES:
             return f"Invalid action: choose left, down, right or up. {self._look()}", 0.0, False
         outcomes = self.lake.P[self.cell][lake.MOVES.index(move)]
-        chosen = categorical_sample([probability for probability, *_ in outcomes], self.np_random)
-        _, self.cell, reward, done = outcomes[chosen]
+        drawn = categorical_sample([probability for probability, *_ in outcomes], self.np_random)
+        _, self.cell, reward, done = outcomes[drawn]
         return self._look(), float(reward), bool(done)
 
     def _look(self) -> str:

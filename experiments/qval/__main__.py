@@ -29,10 +29,10 @@ from experiments.qval import metrics, report, search
 from experiments.qval.points import EXACT, Point, distinct, labelled, trajectory
 from experiments.qval.scorers import Call, Context, Judge, answer, entries, scored
 from qlass import files, outputs
+from qlass.agent import set_first_messages
 from qlass.batching import LogProb, Models, Sample, drive
 from qlass.chat import FLAGS, Rendering
 from qlass.files import Inputs
-from qlass.policy import set_first_messages
 from qlass.settings import not_in_recipe, read_settings, run_stage
 
 

@@ -24,12 +24,13 @@ from experiments.chat_policy import ChatPolicy
 from experiments.qval.points import EXACT, GAMMA, Point, exact
 from experiments.targets import TARGETS
 from qlass import UserError
+from qlass.agent import load_agent, load_policy
 from qlass.batching import LogProb, Request, Score, ask
 from qlass.chat import Rendering
 from qlass.messages import State, parse_action, react, step
 from qlass.noise import uniforms
 from qlass.pairs import pairs_of
-from qlass.policy import Policy, load_agent, load_policy
+from qlass.policy import Policy
 from qlass.settings import Sampling
 from qlass.tiny import task_words
 from qlass.trees import read_trees

@@ -1,0 +1,42 @@
+"""The agent of a checkpoint: the plain policy, its fast twin, or one behind a server."""
+
+from pathlib import Path
+from typing import Any
+
+from qlass import models
+from qlass.chat import Rendering
+from qlass.policy import Policy
+from qlass.settings import Run, Sampling
+
+
+def load_agent(sft: Path, config: Sampling, env: Any = None) -> Any:
+    """The agent in the checkpoint `sft`, which is to play `env` from the messages that it was
+    cloned with; with --server only its tokenizer is here."""
+    if config.server:
+        from integrations.served import ServedPolicy
+
+        agent: Any = ServedPolicy(sft, config)
+    else:
+        agent = load_policy(sft, config)
+    if env:
+        set_first_messages(env, agent.chat.rendering, config)
+    return agent
+
+
+def set_first_messages(env: Any, rendering: Rendering, config: Run) -> None:
+    """Let an environment begin with the messages that the agent was cloned with."""
+    if rendering.agreement is not None:
+        env.agreement = rendering.agreement
+    named = any(option.startswith("instruction=") for option in config.env_option)
+    if rendering.instruction and not named:
+        env.instruct(rendering.instruction)
+
+
+def load_policy(path: Path, config: Sampling) -> Policy:
+    """The model in a checkpoint: `Policy`, or without --plain its fast twin."""
+    model, chat = models.load(path, config)
+    if config.plain:
+        return Policy(model, chat, config.seed)
+    from qlass.fast.decode import FastPolicy
+
+    return FastPolicy(model, chat, config.seed, config.cache_gb)
