@@ -177,7 +177,7 @@ def gather(config: Config, env: envs.TextEnv, inputs: Inputs) -> list[dict]:
     if config.method == "qlass":
         inputs["qnet"] = find_or_make(config.qnet, "train_qnet", "qnet", config)
         method = Method("qlass", "q", config.M, config.N)
-    tasks = env.task_ids("train")[::-1]  # those of the trees (build_trees.py --tasks new)
+    tasks = env.task_ids("train")[::-1]  # from the far end, as build_trees.py --tasks new
     return rollouts(env, tasks[: config.limit or None], method, config, inputs)
 
 

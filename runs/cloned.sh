@@ -13,14 +13,15 @@
 set -eo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
-size=1000 name=cloned epochs=(--epochs 3) agent="cloned from 1000, 3 epochs" mode=three-epochs warmth=()
+of_hundred
+size=1000 name=cloned epochs=(--epochs 3) agent="cloned from 1000, 3 epochs" mode=three-epochs warmth=1.5
 if [ "$1" = --by-heart ]; then
     mode=by-heart size=$2 name=equal-$2 agent="cloned from $2" epochs=(--epochs 12)
     [[ " 100 300 1000 " == *" $2 "* ]] || fail "--by-heart $2: 100, 300 or 1000 is expected"
     shift 2
-    [ "$size" != 100 ] || epochs=()  # the preset's 34
+    [ "$size" != 100 ] || epochs=(--epochs 34)
 elif [ "$1" = --one-epoch ]; then
-    mode=one-epoch name=cloned-once epochs=(--epochs 1) agent="cloned from 1000, 1 epoch" warmth=(--temperature 0.7)
+    mode=one-epoch name=cloned-once epochs=(--epochs 1) agent="cloned from 1000, 1 epoch" warmth=0.7
     shift
 fi
 numbers "$@"
@@ -30,8 +31,8 @@ case $#-$mode-$size in
     0-by-heart-1000) set -- 101 102 103 104 105 ;;
     0-by-heart-*) set -- 101 102 103 104 105 106 107 108 109 110 ;;
 esac
-tasks=(--limit 400) demonstrations=(--n-expert "$size")
-trees=(--tasks cloned --limit "$size" --rollouts $((6000 / size)) "${warmth[@]}")
+tasks+=(--limit 400) demonstrations=(--n-expert "$size")
+trees=(--tasks cloned --limit "$size" --rollouts $((6000 / size)) --temperature $warmth)
 play=(--temperature 0.7)  # for QLASS the best of .5, .7 and 1 on validation tasks of shops 143 and 144
 [ $mode != by-heart ] || play=()
 with_qnet() {  # NAME WORDS M... -- FLAG...: a QNet, and QLASS by it
@@ -45,7 +46,7 @@ with_qnet() {  # NAME WORDS M... -- FLAG...: a QNet, and QLASS by it
 of_rank=(--label "$agent, QNet with rank weight")
 for seed; do  # what is planned
     shop $name "$seed"
-    clone "${demonstrations[@]}" "${epochs[@]}"
+    clone "${epochs[@]}"
     stage build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}"
     stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}"
     compare --method greedy sample likeliest -M 6 --label "$agent" "${play[@]}" --out "$RUN/results-agent.jsonl"
@@ -59,7 +60,7 @@ for seed; do  # what is planned
     fi
     if [ $mode = one-epoch ]; then
         with_qnet all "by Eq. 11" 2 6 -- --loss-on all --rank-weight 0
-        clone "${demonstrations[@]}" --epochs 3 --out "$RUN/sft-longer"
+        clone --epochs 3 --out "$RUN/sft-longer"
         variant longer "cloned from 1000, 3 epochs" --method greedy --sft "$RUN/sft-longer"
     fi
     search --qnet "$RUN/qnet-rank" "${of_rank[@]}" --method best_of_n -N 6 "${play[@]}" \

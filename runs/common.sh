@@ -33,8 +33,11 @@ export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}  # threads wait asleep, not spinn
 tasks=() demonstrations=() sft=() trees=() labels=() again=()
 qnet=(${EPOCHS:+--epochs "$EPOCHS" --patience "$EPOCHS"} ${RANK_WEIGHT:+--rank-weight "$RANK_WEIGHT"})
 splits=("")  # the preset's
-# The preset's 34 epochs are for WebShop's 100 demonstrations. Of more of them fewer make as many updates.
-[ "$ENV" != webshop ] || again=(--epochs 12)
+of_hundred() {  # WebShop's agents of 100 demonstrations, with trees on other tasks, which most of its rows have
+    [ "$ENV" = webshop ] || return 0
+    demonstrations=(--n-expert 100) sft=(--epochs 34) trees=(--tasks new --temperature 1.5) tasks=(--temperature 1)
+    again=(--epochs 12)  # of more demonstrations, which make about as many updates
+}
 [ "$ENV" != frozenlake ] || [ -z "$MAP" ] || common+=(--env-option "map=$MAP")
 
 folder_of() { [ "$2" = 0 ] && echo "runs/$1" || echo "runs/$1-seed$2"; }  # NAME SEED
@@ -78,9 +81,10 @@ trap 'kill $(jobs -p) 2> /dev/null || true' EXIT  # Ctrl-C ends the first of the
 clone() {  # FLAG...: stage 1, behaviour cloning; on FrozenLake with a second loss, else QNet cannot tell moves apart
     local cloning=(sft.py)
     [ "$ENV" != frozenlake ] || cloning=(-m experiments.clone_answers)
-    stage "${cloning[@]}" "${common[@]}" --run "$RUN" "${sft[@]}" "$@"
+    stage "${cloning[@]}" "${common[@]}" --run "$RUN" "${demonstrations[@]}" "${sft[@]}" "$@"
 }
 clone_again() {  # NAME FLAG...: RUN/sft-NAME, the agent cloned from its demonstrations and trajectories of its own
+    local demonstrations=()
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --name "$1" "${@:2}"
     clone --expert "$RUN/self_train-$1.jsonl" "${again[@]}" --out "$RUN/sft-$1"
 }

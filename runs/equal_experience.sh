@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Are the agent's own episodes better spent on a QNet or on more cloning? WebShop in shops of their own (seeds 121 to 130),
-# with the demo's settings. An agent of 100 demonstrations plays 1,000 training tasks that it was not cloned from: with at
+# with the settings of shops.sh. An agent of 100 demonstrations plays 1,000 training tasks that it was not cloned from: with at
 # most six rollouts on each for trees without the expert, from which a QNet learns, and with six whole episodes on each,
 # of which the perfect ones are cloned (rejection-sampling fine-tuning, RFT), in 12 epochs. A tree's rollouts begin at inner
 # nodes too, and it stops growing when none of them scores, so the trees have fewer steps. Then QLASS is played beside RFT's
@@ -11,9 +11,10 @@
 set -eo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
+of_hundred
 numbers "$@"
 [ $# -gt 0 ] || set -- 121 122 123 124 125 126 127 128 129 130
-tasks=(--limit 400)
+tasks+=(--limit 400)
 own="cloned, QNet with rank weight, trees without the expert"
 rft="cloned from its own best of 6,000 episodes"
 for seed; do

@@ -9,6 +9,7 @@ set -eo pipefail
 ENV=webshop ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
+of_hundred
 
 nets() {  # the agent, its QNet, and nets of the same trees on other targets
     learn_q "$RUN" "$RUN/sft"

@@ -9,15 +9,16 @@ set -eo pipefail
 ENV=webshop SEEDS=5 ENVS="webshop alfworld frozenlake"
 MAP=${MAP:-lakes2} RANK_WEIGHT=
 . "$(dirname "$0")/common.sh"
+of_hundred
 no_flags "$@"
-tasks=(--limit 400) sizes=(4) episodes=(4 8) world=yes
+tasks+=(--limit 400) sizes=(4) episodes=(4 8) world=yes
 rank=4 net=("${qnet[@]}")  # chosen, with --distinct and M = 4, on validation tasks of WebShop's worlds 11 and 12
 case $ENV in
     webshop) sizes=(4 6) episodes=(4 10) ;;
     frozenlake) world= ;;
 esac
 same=("${common[@]:4}") runs=()  # without --env and --seed
-[ -z "$HALF" ] || { sft=(--n-expert 50 --epochs 25) && trees+=(--no-expert); }
+[ -z "$HALF" ] || { demonstrations=(--n-expert 50) sft=(--epochs 25) && trees+=(--no-expert); }
 for ((seed = 21; seed < 21 + SEEDS; seed++)); do
     RUN=runs/ranking-$ENV${HALF:+-half}-$seed
     common=(--env "$ENV" --seed "$seed" "${same[@]}")

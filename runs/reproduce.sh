@@ -13,7 +13,9 @@ ENV=webshop SEEDS=3 ENVS="webshop alfworld sciworld frozenlake webshop_real alfw
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
 name=$ENV flags=()
-case $ENV in
+[ "$ENV" != webshop_real ] || ENV=webshop
+of_hundred
+case $name in
     alfworld) splits=(valid_unseen valid_seen) ;;
     alfworld_real)
         ENV=alfworld splits=(valid_unseen valid_seen)
@@ -23,10 +25,9 @@ case $ENV in
     webshop_real)
         # DIR holds items_shuffle_1000.json, items_ins_v2_1000.json and items_human_ins.json. A product has a goal for each
         # of its combinations of options: without a limit two products are a third of the test tasks.
-        ENV=webshop
         flags=(--env-option "data=${WEBSHOP:-data/webshop}" --env-option per_product=16)
         # Warm trees, since the agent's own draws hardly differ.
-        demonstrations=(--n-expert 400) sft=(--epochs 16) trees=(--limit 700 --rollouts 5 --temperature 2) qnet=(--patience 2 --rank-weight 0) ;;
+        demonstrations=(--n-expert 400) sft=(--epochs 16) trees=(--tasks new --limit 700 --rollouts 5 --temperature 2) qnet=(--patience 2 --rank-weight 0) ;;
 esac
 [ "$ENV" != frozenlake ] || [ -z "$MAP" ] || flags=(--env-option "map=$MAP")
 
@@ -35,7 +36,7 @@ begin() {  # SEED
     common=(--env "$ENV" --seed "$1" "${flags[@]}")
 }
 main() {  # every policy on the test tasks
-    clone "${demonstrations[@]}"
+    clone
     learn_q "$RUN" "$RUN/sft"
     case $name in
         alfworld*)

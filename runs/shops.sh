@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# WebShop in shops of their own, each with a catalogue, an agent, trees, QNets and 400 test tasks: the demo's settings, and
-# beside them QNets by Eq. 11 and by the last token alone, and agents of the same data. The comparisons are planned in
+# WebShop in shops of their own, each with a catalogue, an agent of 100 demonstrations, trees on 1,000 other tasks, QNets
+# and 400 test tasks; beside them QNets by Eq. 11 and by the last token alone, and agents of the same data. The comparisons are planned in
 # runs/reference_output/plans.csv; their rows are played first, in all shops. Seeds 21 to 25 were played before with other
 # QNets, 31 to 35 were not.
 #   bash runs/shops.sh [SEED ...]      (default: 21 to 25, 31 to 35)
@@ -8,9 +8,10 @@
 set -eo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
+of_hundred
 numbers "$@"
 [ $# -gt 0 ] || set -- 21 22 23 24 25 31 32 33 34 35
-tasks=(--limit 400)
+tasks+=(--limit 400)
 with_qnet() {  # NAME WORDS FLAG...: a QNet, and its searches
     another_qnet "$1" "${@:3}"
     local with=(--qnet "$RUN/qnet-$1" --label "cloned, QNet $2")

@@ -12,6 +12,7 @@ set -eo pipefail
 ENV=webshop SEEDS=3 ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 [[ -z $1 || $1 == --* ]] || fail "$1 is not expected"
+of_hundred
 [ "$ENV" != alfworld ] || splits=(valid_unseen valid_seen)
 plain=("${common[@]:0:2}" "${common[@]:4}" "$@") runs=() rl=() gigpo=() siblings=(--batch-tasks 30 --every 2)
 case $ENV in  # env_steps: few enough to be spent before tokens; the best checkpoint is chosen by val validation tasks

@@ -11,10 +11,11 @@ set -eo pipefail
 ENV=webshop SEEDS=3 ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
+of_hundred
 c=1 k=4 tau=0.1 stop=0.9
 case $ENV in
     webshop)
-        c=0.3 tasks=(--limit 100) trees=(--limit 300) qnet=(--epochs 2 --patience 2 --rank-weight 0) ;;
+        c=0.3 tasks+=(--limit 100) trees+=(--limit 300) qnet=(--epochs 2 --patience 2 --rank-weight 0) ;;
     alfworld) tasks=(--limit 100) trees=(--limit 120) qnet=(--epochs 2 --patience 2) ;;
     frozenlake)
         tau=0.03 trees=(--rollouts 100) qnet=(--batch 1000 --epochs 15 --patience 15) ;;

@@ -63,7 +63,7 @@ def test_a_pretrained_model_has_the_papers_settings():
     config = settings_of(sft, "--model", "meta-llama/Llama-2-7b-chat-hf")
     assert (config.preset, config.epochs, config.lr, config.batch) == ("paper", 3, 1e-5, 64)
     assert settings_of(sft, "--model", "org/m", "--lora", "16").lr == 2e-4
-    assert settings_of(sft).n_expert == 100 and settings_of(sft, "--expert", "mine.jsonl").n_expert is None
+    assert settings_of(sft).n_expert == 1000 and settings_of(sft, "--expert", "mine.jsonl").n_expert is None
     trees = settings_of(build_trees, "--preset", "paper")
     assert (trees.preset, trees.rollouts, trees.tasks, trees.depth) == ("paper", 1000, "cloned", 3)
 
