@@ -84,8 +84,8 @@ def check_demonstrations(expert: list[Demonstration], chat: Chat, limit: int) ->
     lost = 0
     for number, state in enumerate((demonstration.state for demonstration in expert), 1):
         for _, text in state.messages[1::2]:
-            if found := chat.controls.search(text) or stops.search(text.strip()):
-                raise UserError(f"demonstration {number}: remove {found[0]!r} from its answers")
+            if match := chat.controls.search(text) or stops.search(text.strip()):
+                raise UserError(f"demonstration {number}: remove {match[0]!r} from its answers")
         ends = state.opening + 2, len(state.messages)
         first, last = (sum(map(len, chat.message_tokens(state.prefix(n)))) for n in ends)
         if first > limit:

@@ -124,8 +124,8 @@ class Search:
         self.env_steps += 1
         candidates = [other.action for other in node.children]
         values = [other.value for other in node.children]
-        made = Step(node.state, node.drawn, candidates, values, child.action, child.state.observation, reward)
-        child.path = *node.path, made
+        arrival = child.state.observation
+        child.path = *node.path, Step(node.state, node.drawn, candidates, values, child.action, arrival, reward)
         return self.arrive(child, node.request.key[1])
 
     def come_to(self, node: Node, copy: bool = True) -> None:

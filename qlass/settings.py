@@ -153,8 +153,8 @@ def defaults(config: R) -> R:
     """The settings of the run's file or, if there is none, of its preset."""
     if (config.run / "run.json").exists():
         raise UserError(f"{config.run}: of another version of this code: give another --run")
-    begun = config.file.exists()
-    file = config.file if begun else preset_file(config)
+    exists = config.file.exists()
+    file = config.file if exists else preset_file(config)
     with as_user_error(f"{file} has not the settings of a run"):
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
         values = tables["run"] | tables.get(config.stage, {})
@@ -165,7 +165,7 @@ def defaults(config: R) -> R:
     if getattr(config, "expert", None):
         values.pop("n_expert", None)  # a file is read to its end
     values |= {"run": config.run, "preset": "tiny" if tiny else "paper"}
-    values |= {} if begun else {"env": config.env}
+    values |= {} if exists else {"env": config.env}
     return by_types(type(config), values, str(file))
 
 

@@ -252,8 +252,8 @@ class Memory:
     def _on_light(self, lamp: str) -> str:
         if kind(lamp) != self.wish.target:
             return "The task asks for no light."
-        held = f"the {self.hand}" if kind(self.hand) == self.wish.object else f"no {self.wish.object}"
-        return f"The {lamp} is {'on' if lamp in self.lit else 'off'}, and I hold {held}."
+        thing = f"the {self.hand}" if kind(self.hand) == self.wish.object else f"no {self.wish.object}"
+        return f"The {lamp} is {'on' if lamp in self.lit else 'off'}, and I hold {thing}."
 
     def _about(self, receptacle: str) -> str:
         """Knowledge about a receptacle for the next step."""

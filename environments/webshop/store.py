@@ -239,20 +239,20 @@ def build(sources: tuple[Path, Path, Path], draft: Path, quiet: bool = False) ->
             yield json.dumps([getattr(product, name) for name in Product.__slots__])
 
     write(draft / "products", texts())
-    for made in rows.values():
-        made.instructions.clear()  # a large catalogue's are as large as all that follows
+    for table in rows.values():
+        table.instructions.clear()  # a large catalogue's are as large as all that follows
     asins = sorted(position)
     by_asin = np.array([position[asin] for asin in asins], np.int32)  # equal scores: by asin
     words, arrays = indexer.finish(np.argsort(by_asin).astype(np.int32))
     arrays["by_asin"] = by_asin
     arrays["shares"] = np.array([zlib.crc32(asin.encode()) % 100 for asin in position], np.uint8)
     arrays["prices"] = np.array(prices).reshape(-1, 2)
-    for kind, made in rows.items():
-        write(draft / kind, made.texts)
-        arrays |= {f"{kind}.{name}": content for name, content in made.arrays().items()}
+    for kind, table in rows.items():
+        write(draft / kind, table.texts)
+        arrays |= {f"{kind}.{name}": content for name, content in table.arrays().items()}
     for name, content in arrays.items():
         np.save(draft / f"{name}.npy", content)
     write(draft / "asins", asins)
     write(draft / "words", words)
-    errors = {kind: made.error for kind, made in rows.items()}
+    errors = {kind: table.error for kind, table in rows.items()}
     (draft / "errors.json").write_text(json.dumps(errors))
