@@ -9,14 +9,14 @@ The lake's lines are of the commands that the page shows, and of
         grep -E '"task_id": "4x4/(12|03)"' runs/lake/$file.jsonl > docs/walkthrough/lake/$file.jsonl
     done
 
-The purchase's are of `make demo`, of a task in which three steps have a choice:
+The purchase's are of `make demo`, of a task in which four steps have a choice:
 
-    grep '"task_id": "3407"' runs/demo/results.jsonl | grep -E '"greedy"|"qlass", "M": 4' \
+    grep '"task_id": "4342"' runs/demo/results.jsonl | grep -E '"greedy"|"qlass", "M": 4' \
         >> docs/walkthrough/shop/results.jsonl
 
-The shop's others are of a search on the last 420 training tasks, and of the first loop for "2033", without `expert`:
+The shop's others are of a search on the tasks of the trees, and of the first loop for "3115", without `expert`:
 
-    python q_search.py --env webshop --run runs/demo --split train --skip 2670 --limit 0 --method greedy qlass -M 4 \
+    python q_search.py --env webshop --run runs/demo --split train --limit 1000 --method greedy qlass -M 4 \
         --out runs/demo/results-train.jsonl
 """
 
@@ -37,7 +37,6 @@ from reporting import figures, tree
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, LINES = ROOT / "docs/walkthrough.md", ROOT / "docs/walkthrough"
 COMPARE = ROOT / "docs/compare.md"
-DEEPEST = 7  # of the shop's tree
 
 
 def read(path: str) -> list[dict]:
@@ -62,10 +61,10 @@ def choice(action: str) -> str:
 
 def pictures() -> dict[str, Figure]:
     """The figures of the pages, by file name."""
-    shop = [node for node in read("shop/q_labels.jsonl") if node["depth"] <= DEEPEST]
+    shop = read("shop/q_labels.jsonl")
     return {
         "episode.svg": figures.episode(played("lake", "4x4/03")),
-        "purchase.svg": figures.episode(played("shop", "3407"), choice),
+        "purchase.svg": figures.episode(played("shop", "4342"), choice),
         "lake_tree.svg": tree.draw(read("lake/trees.jsonl"), move),
         "lake_q.svg": tree.draw(read("lake/q_labels.jsonl"), move),
         "shop_q.svg": tree.draw(shop, lambda node: tree.short(choice(node["action"]).removeprefix("read the "))),
