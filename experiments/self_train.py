@@ -42,7 +42,7 @@ from qlass.settings import Number, Sampling, not_in_recipe, read_settings, run_s
 from qlass.trees import read_trees
 from train_qnet import QNet, scorer
 
-OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
+OTHER_LUCK = 1_000_000  # added to the seed: where trees grew on the same tasks their branches are not sampled again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@
 set -eo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
-of_hundred
 size=1000 name=cloned epochs=(--epochs 3) agent="cloned from 1000, 3 epochs" mode=three-epochs warmth=1.5
 if [ "$1" = --by-heart ]; then
     mode=by-heart size=$2 name=equal-$2 agent="cloned from $2" epochs=(--epochs 12)
@@ -31,7 +30,7 @@ case $#-$mode-$size in
     0-by-heart-1000) set -- 101 102 103 104 105 ;;
     0-by-heart-*) set -- 101 102 103 104 105 106 107 108 109 110 ;;
 esac
-tasks+=(--limit 400) demonstrations=(--n-expert "$size")
+tasks=(--temperature 1 --limit 400) demonstrations=(--n-expert "$size")
 trees=(--tasks cloned --limit "$size" --rollouts $((6000 / size)) --temperature $warmth)
 play=(--temperature 0.7)  # for QLASS the best of .5, .7 and 1 on validation tasks of shops 143 and 144
 [ $mode != by-heart ] || play=()

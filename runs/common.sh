@@ -1,6 +1,6 @@
-# Sourced by the scripts beside it, which name the environment ENV: where a run's files lie, and how stages are called. The
-# settings are those of qlass/presets; a script says what it sets otherwise, in the arrays sft, trees, labels, qnet
-# and tasks. A script that names `ENVS` of environments or a number of SEEDS takes them as arguments.
+# Sourced by the scripts beside it, which name the environment ENV: where a run's files lie, and how stages are called.
+# The settings are those of qlass/presets; a script says what it sets otherwise, in the arrays below. A script that names
+# `ENVS` of environments or a number of SEEDS takes them as arguments.
 # Run a stopped script again: finished stages are kept, the others resume.
 # SEED=1 RUN=runs/webshop-seed1 bash runs/demo.sh for another seed; PYTHON=... for another Python; EPOCHS=8 for a longer
 # training of QNet; PROCESSES=4 for trees and results by four processes; RANK_WEIGHT=0 for the paper's QNet; IN=FOLDER for
@@ -29,18 +29,24 @@ common=(--env "$ENV" --seed "$SEED")
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}  # threads wait asleep, not spinning, where others need the cores too
 
-# demonstrations: which of them the agent is cloned from; an agent that is cloned again reads all of its file
-tasks=() demonstrations=() sft=() trees=() labels=() again=()
+# demonstrations: which of them the agent is cloned from. again: of an agent that is cloned again from all of its file
+hundred= tasks=() demonstrations=() sft=() trees=() labels=() again=()
 qnet=(${EPOCHS:+--epochs "$EPOCHS" --patience "$EPOCHS"} ${RANK_WEIGHT:+--rank-weight "$RANK_WEIGHT"})
 splits=("")  # the preset's
-of_hundred() {  # WebShop's agents of 100 demonstrations, with trees on other tasks, which most of its rows have
+of_hundred() {  # On WebShop: agents of 100 demonstrations, warm trees on other tasks, and run folders apart from the demo's
     [ "$ENV" = webshop ] || return 0
     demonstrations=(--n-expert 100) sft=(--epochs 34) trees=(--tasks new --temperature 1.5) tasks=(--temperature 1)
-    again=(--epochs 12)  # of more demonstrations, which make about as many updates
+    again=(--epochs 12)  # fewer epochs of more demonstrations make about as many updates
+    hundred=yes
+    [ "$RUN" != runs/webshop ] || RUN=runs/webshop-100
 }
 [ "$ENV" != frozenlake ] || [ -z "$MAP" ] || common+=(--env-option "map=$MAP")
 
-folder_of() { [ "$2" = 0 ] && echo "runs/$1" || echo "runs/$1-seed$2"; }  # NAME SEED
+folder_of() {  # NAME SEED
+    local name=$1
+    [ "$1$hundred" != webshopyes ] || name=webshop-100
+    [ "$2" = 0 ] && echo "runs/$name" || echo "runs/$name-seed$2"
+}
 shop() {  # NAME SEED: one of WebShop's shops, with a catalogue and tasks of its own
     SEED=$2 RUN=${IN:-runs}/$1-$2
     common=(--env webshop --seed "$2" --env-option "seed=$2")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Which scores of a step are aligned with Q, and does alignment predict what search gains? In the run folder of an
-# environment, with its agent, trees and QNet: QNets on four more targets, every score as the one that search follows, and
+# Which scores of a step are aligned with Q, and does alignment predict what search gains? In the run folder of
+# reproduce.sh, with its agent, trees and QNet: QNets on four more targets, every score as the one that search follows, and
 # every score against reference labels, on test tasks.
 #
 #   bash runs/qval.sh webshop|alfworld|frozenlake

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The full comparison on one environment: all methods, several seeds of all five stages, one report over them.
 #   bash runs/reproduce.sh [webshop|alfworld|sciworld|frozenlake|webshop_real|alfworld_real] [--seeds N]
-# By default WebShop's bundled shop and 3 seeds; SEED=10 begins with seed 10. Seed 0 has the run folder runs/ENV, the
-# others runs/ENV-seed1, ...; the report over all is seeds.html in the first of them.
+# By default WebShop's bundled shop, with agents of 100 demonstrations, and 3 seeds; SEED=10 begins with seed 10. Seed 0
+# has the run folder runs/ENV, the others runs/ENV-seed1, ..., on WebShop runs/webshop-100, ...; the report over all is
+# seeds.html in the first of them.
 #   ALFWORLD_DATA=DIR bash runs/reproduce.sh alfworld_real     the real games: DIR holds json_2.1.1/, or is it
 #   WEBSHOP=DIR bash runs/reproduce.sh webshop_real            the real 1,000 products, with their synthetic goals
 #   MAP=lakes2 bash runs/reproduce.sh frozenlake               24 other lakes; MAP=4x4 or 8x8: one fixed lake
@@ -13,7 +14,6 @@ ENV=webshop SEEDS=3 ENVS="webshop alfworld sciworld frozenlake webshop_real alfw
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
 name=$ENV flags=()
-[ "$ENV" != webshop_real ] || ENV=webshop
 of_hundred
 case $name in
     alfworld) splits=(valid_unseen valid_seen) ;;
@@ -25,9 +25,11 @@ case $name in
     webshop_real)
         # DIR holds items_shuffle_1000.json, items_ins_v2_1000.json and items_human_ins.json. A product has a goal for each
         # of its combinations of options: without a limit two products are a third of the test tasks.
+        ENV=webshop tasks=(--temperature 1)
         flags=(--env-option "data=${WEBSHOP:-data/webshop}" --env-option per_product=16)
         # Warm trees, since the agent's own draws hardly differ.
-        demonstrations=(--n-expert 400) sft=(--epochs 16) trees=(--tasks new --limit 700 --rollouts 5 --temperature 2) qnet=(--patience 2 --rank-weight 0) ;;
+        demonstrations=(--n-expert 400) sft=(--epochs 16) trees=(--tasks new --limit 700 --rollouts 5 --temperature 2)
+        qnet=(--patience 2 --rank-weight 0) ;;
 esac
 [ "$ENV" != frozenlake ] || [ -z "$MAP" ] || flags=(--env-option "map=$MAP")
 

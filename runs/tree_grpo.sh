@@ -6,8 +6,8 @@
 #
 #   bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]  (webshop, 3 seeds)
 #
-# Seed 0 uses the run folder runs/ENV of reproduce.sh, the others runs/ENV-seed1, ...; the report over all of them
-# is runs/ENV/tree_grpo.html. The settings were chosen on validation tasks.
+# The agents and the run folders are those of reproduce.sh; the report over all of them is tree_grpo.html in the first.
+# The settings were chosen on validation tasks.
 set -eo pipefail
 ENV=webshop SEEDS=3 ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
@@ -88,4 +88,4 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # which advantage, and does a tree g
         variant grpo-$chains "grpo, $chains chains" --method greedy --sft "$RUN/sft-grpo-$chains"
     done
 done
-stage -m reporting "${runs[@]}" --out "runs/$ENV/tree_grpo.html"
+stage -m reporting "${runs[@]}" --out "${runs[0]}/tree_grpo.html"

@@ -11,6 +11,7 @@ from string import Template
 
 import pytest
 
+import q_search
 from environments import environment_class
 from qlass import settings
 
@@ -99,6 +100,20 @@ def parsed(*command):
 @pytest.mark.parametrize(("script", "arguments"), CALLS)
 def test_every_flag_of_every_script_exists(stages, script, arguments):
     assert stages(script, arguments, MODEL="folder")
+
+
+OF_HUNDRED = ["shops.sh 21", "equal_experience.sh 121", "ranking.sh webshop", "reproduce.sh webshop", "tree_search.sh"]
+
+
+@pytest.mark.parametrize("call", [*OF_HUNDRED, "tree_grpo.sh webshop", "qval.sh webshop"])
+def test_scripts_of_older_rows_do_not_follow_the_preset_of_the_demo(stages, call):
+    """Most rows of WebShop are of 100 demonstrations, the preset is of 1,000; their run folders differ, too."""
+    asked = stages(*call.split(maxsplit=1))
+    agent, trees = asked["sft.py"][0], asked["build_trees.py"][0]
+    assert (agent.n_expert, agent.epochs, trees.tasks, trees.temperature) == (100, 34, "new", 1.5)
+    plays = [config for calls in asked.values() for config in calls if isinstance(config, q_search.Config)]
+    assert {config.temperature for config in plays} == {1.0}
+    assert agent.run != settings.default_run("webshop")
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "common.sh"])
