@@ -172,7 +172,8 @@ def test_a_number_that_is_wrong_or_of_no_cell_is_found():
 
 def test_the_runs_of_the_demo_are_in_the_expected_ranges():
     ranges, rows = (pd.read_csv(reference.FOLDER / name, dtype=str) for name in ("expected.csv", "results.csv"))
-    demo = rows[rows["agent"] == "cloned, make demo"].merge(ranges, on=["method", "M", "N", "select"])
+    demo = rows[rows["agent"] == "cloned from 1000, 1 epoch, make demo"]
+    demo = demo.merge(ranges, on=["method", "M", "N", "select"])
     assert len(demo) >= 2 * len(ranges) and demo["reward"].between(demo["low_y"], demo["high_y"]).all()
 
 
