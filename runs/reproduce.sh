@@ -49,7 +49,7 @@ main() {  # every policy on the test tasks
             compare --method greedy sample likeliest qlass best_of_n -M 4
             search --method qlass -M 2
             another_qnet all --loss-on all
-            variant all "QNet by Eq. 11" --method qlass -M 2 4 --qnet "$RUN/qnet-all" ;;
+            variant all "cloned, QNet by Eq. 11" --method qlass -M 2 4 --qnet "$RUN/qnet-all" ;;
         frozenlake)
             compare --method all
             stage -m experiments.qval "${common[@]}" --run "$RUN" --trajectories 8 --references exact --out "$RUN/qval-exact"
