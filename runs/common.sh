@@ -30,21 +30,22 @@ export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}  # threads wait asleep, not spinning, where others need the cores too
 
 # demonstrations: which of them the agent is cloned from. again: of an agent that is cloned again from all of its file
-hundred= tasks=() demonstrations=() sft=() trees=() labels=() again=()
+bundled=webshop  # the name of run folders of WebShop's bundled shop
+tasks=() demonstrations=() sft=() trees=() labels=() again=()
 qnet=(${EPOCHS:+--epochs "$EPOCHS" --patience "$EPOCHS"} ${RANK_WEIGHT:+--rank-weight "$RANK_WEIGHT"})
 splits=("")  # the preset's
 of_hundred() {  # On WebShop: agents of 100 demonstrations, warm trees on other tasks, and run folders apart from the demo's
     [ "$ENV" = webshop ] || return 0
     demonstrations=(--n-expert 100) sft=(--epochs 34) trees=(--tasks new --temperature 1.5) tasks=(--temperature 1)
     again=(--epochs 12)  # fewer epochs of more demonstrations make about as many updates
-    hundred=yes
-    [ "$RUN" != runs/webshop ] || RUN=runs/webshop-100
+    bundled=webshop-100
+    [ "$RUN" != runs/webshop ] || RUN=runs/$bundled
 }
 [ "$ENV" != frozenlake ] || [ -z "$MAP" ] || common+=(--env-option "map=$MAP")
 
 folder_of() {  # NAME SEED
     local name=$1
-    [ "$1$hundred" != webshopyes ] || name=webshop-100
+    [ "$1" != webshop ] || name=$bundled
     [ "$2" = 0 ] && echo "runs/$name" || echo "runs/$name-seed$2"
 }
 shop() {  # NAME SEED: one of WebShop's shops, with a catalogue and tasks of its own

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Table 3 in WebShop's shops of their own (seeds 131 to 135): agents of 50 demonstrations, half of what shops.sh has, and
-# trees without the expert on 1,000 training tasks that they were not cloned from. The other settings are those of shops.sh.
-# 50 demonstrations are too few to hold some out, so the agent is trained for 25 epochs, about as many updates as the agent
-# of 100 has. Beside it stand the same agent after 50 epochs, and an agent of all 100 demonstrations, both greedy.
-# The comparisons are planned in runs/reference_output/plans.csv.
+# Table 3 in WebShop's shops of their own (seeds 131 to 135): agents of 50 demonstrations, half of what shops.sh has,
+# and trees without the expert on 1,000 training tasks that they were not cloned from. The other settings are those of
+# shops.sh. 50 demonstrations are too few to hold some out, so the agent is trained for 25 epochs, about as many updates
+# as the agent of 100 has. Beside it stand the same agent after 50 epochs, and an agent of all 100 demonstrations, both
+# greedy. The comparisons are planned in runs/reference_output/plans.csv.
 #   bash runs/half.sh [SEED ...]      (default: 131 to 135)
 # Run it again after a stop: finished stages are kept, the others resume.
 set -eo pipefail

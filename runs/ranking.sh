@@ -3,7 +3,7 @@
 # catalogue or games of its own, an agent, trees and test tasks, on none of which a setting was chosen. FrozenLake's lakes
 # are the same for all. Then the rows for results.csv (experiments/plans.py).
 #   bash runs/ranking.sh [webshop|alfworld|frozenlake] [--seeds N]      (default: webshop, 5 worlds from seed 21 on)
-#   HALF=1 bash runs/ranking.sh                                         50 of WebShop's demonstrations in the place of 100, no expert
+#   HALF=1 bash runs/ranking.sh                                         50 of WebShop's demonstrations, no expert
 # Run it again after a stop: finished stages are kept, the others resume.
 set -eo pipefail
 ENV=webshop SEEDS=5 ENVS="webshop alfworld frozenlake"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# WebShop in shops of their own, each with a catalogue, an agent of 100 demonstrations, trees on 1,000 other tasks, QNets
-# and 400 test tasks; beside them QNets by Eq. 11 and by the last token alone, and agents of the same data. The comparisons
-# are planned in runs/reference_output/plans.csv; their rows are played first, in all shops. Seeds 21 to 25 were played
-# before with other QNets, 31 to 35 were not.
+# WebShop in shops of their own, each with a catalogue, an agent of 100 demonstrations, trees on 1,000 other tasks,
+# QNets and 400 test tasks; beside them QNets by Eq. 11 and by the last token alone, and agents of the same data. The
+# comparisons are planned in runs/reference_output/plans.csv; their rows are played first, in all shops. Seeds 21 to 25
+# were played before with other QNets, 31 to 35 were not.
 #   bash runs/shops.sh [SEED ...]      (default: 21 to 25, 31 to 35)
 # Run it again after a stop: finished stages are kept, the others resume.
 set -eo pipefail
