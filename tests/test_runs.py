@@ -116,6 +116,19 @@ def test_scripts_of_older_rows_do_not_follow_the_preset_of_the_demo(stages, call
     assert agent.run != settings.default_run("webshop")
 
 
+def test_the_preset_of_the_demo_has_the_settings_of_the_rows_of_one_epoch(stages):
+    asked = stages("cloned.sh", "--one-epoch 171")
+    names = {
+        "sft.py": "n_expert epochs",
+        "build_trees.py": "tasks limit rollouts temperature",
+        "q_search.py": "temperature",
+    }
+    for stage in names:
+        preset = parsed(stage, "--env", "webshop", "--run", "preset")
+        row, shown = ([getattr(config, name) for name in names[stage].split()] for config in (asked[stage][0], preset))
+        assert row == shown
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS, "common.sh"])
 def test_scripts_are_for_bash_3_2_which_macos_has(script):
     """An empty array is an error there under `set -u`; the other words came with bash 4, or are Linux's."""
