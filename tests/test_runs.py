@@ -72,10 +72,10 @@ def stages(called):
     def of(script, arguments="", **variables):
         done, commands = called(script, arguments, **variables)
         assert done.returncode == 0, f"{script} {arguments}: {done.stderr}"
-        asked = {name: [] for name, *_ in commands}
+        calls = {name: [] for name, *_ in commands}
         for command in commands:
-            asked[command[0]].append(parsed(*command))
-        return asked
+            calls[command[0]].append(parsed(*command))
+        return calls
 
     return of
 
@@ -108,16 +108,16 @@ OF_HUNDRED = ["shops.sh 21", "equal_experience.sh 121", "ranking.sh webshop", "r
 @pytest.mark.parametrize("call", [*OF_HUNDRED, "tree_grpo.sh webshop", "qval.sh webshop"])
 def test_scripts_of_older_rows_do_not_follow_the_preset_of_the_demo(stages, call):
     """Most rows of WebShop are of 100 demonstrations, the preset is of 1,000; their run folders differ, too."""
-    asked = stages(*call.split(maxsplit=1))
-    agent, trees = asked["sft.py"][0], asked["build_trees.py"][0]
+    calls = stages(*call.split(maxsplit=1))
+    agent, trees = calls["sft.py"][0], calls["build_trees.py"][0]
     assert (agent.n_expert, agent.epochs, trees.tasks, trees.temperature) == (100, 34, "new", 1.5)
-    plays = [config for calls in asked.values() for config in calls if isinstance(config, q_search.Config)]
+    plays = [config for configs in calls.values() for config in configs if isinstance(config, q_search.Config)]
     assert {config.temperature for config in plays} == {1.0}
     assert agent.run != settings.default_run("webshop")
 
 
 def test_the_preset_of_the_demo_has_the_settings_of_the_rows_of_one_epoch(stages):
-    asked = stages("cloned.sh", "--one-epoch 171")
+    calls = stages("cloned.sh", "--one-epoch 171")
     names = {
         "sft.py": "n_expert epochs",
         "build_trees.py": "tasks limit rollouts temperature",
@@ -125,7 +125,7 @@ def test_the_preset_of_the_demo_has_the_settings_of_the_rows_of_one_epoch(stages
     }
     for stage in names:
         preset = parsed(stage, "--env", "webshop", "--run", "preset")
-        row, shown = ([getattr(config, name) for name in names[stage].split()] for config in (asked[stage][0], preset))
+        row, shown = ([getattr(config, name) for name in names[stage].split()] for config in (calls[stage][0], preset))
         assert row == shown
 
 
