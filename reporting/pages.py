@@ -5,7 +5,7 @@
     +.096 [.076, .115]<!--shops/agent-->  the difference of a row of plans.csv; without brackets the mean alone
     <!-- rows: shops -->                  the table below has the rows of cells.csv whose names begin with shops/
 
-A difference is bold if it is decided, and has † if it was not planned (`experiments.plans`). A number is found by the
+A difference is bold if it is decided, and has † if it was not planned (`reporting.plans`). A number is found by the
 name behind it, so that none stands at a wrong place, and a number that changes is changed on all pages.
 """
 
@@ -17,7 +17,7 @@ import re
 
 import pandas as pd
 
-from experiments import plans
+from reporting import plans
 
 FOLDER = plans.FOLDER
 ROOT = FOLDER.parents[1]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A QNet that ranks siblings (--rank-weight) beside the paper's, of the same trees, in worlds of their own: each seed has a
 # catalogue or games of its own, an agent, trees and test tasks, on none of which a setting was chosen. FrozenLake's lakes
-# are the same for all. Then the rows for results.csv (experiments/plans.py).
+# are the same for all. Then the rows for results.csv (reporting/plans.py).
 #   bash runs/ranking.sh [webshop|alfworld|frozenlake] [--seeds N]      (default: webshop, 5 worlds from seed 21 on)
 #   HALF=1 bash runs/ranking.sh                                         50 of WebShop's demonstrations, no expert
 # Run it again after a stop: finished stages are kept, the others resume.
@@ -37,4 +37,4 @@ for ((seed = 21; seed < 21 + SEEDS; seed++)); do
     search "${new[@]}" --method best_of_n -N "${episodes[@]}" --out "$RUN/results-rank-best.jsonl"
     runs+=("$RUN")
 done
-[ ${#runs[@]} -lt 3 ] || stage -m experiments.plans --rows "${runs[@]}"
+[ ${#runs[@]} -lt 3 ] || stage -m reporting.plans --rows "${runs[@]}"

@@ -110,4 +110,4 @@ for part in $parts; do  # the main comparison of all seeds comes first
     done
 done
 stage -m reporting "${runs[@]}" --out "${runs[0]}/seeds.html"
-[ $name != sciworld ] || stage -m experiments.plans --rows "${runs[@]}"
+[ $name != sciworld ] || stage -m reporting.plans --rows "${runs[@]}"

@@ -10,7 +10,7 @@ import pytest
 from fakes import dump
 from scipy import stats
 
-from experiments import plans
+from reporting import plans
 
 PLACE = {"environment": "lake", "split": "test", "agent": "a", "M": "1", "N": "1", "select": ""}
 SIDES = ["agent", "method", "M", "N", "select"]

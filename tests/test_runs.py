@@ -39,7 +39,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "runs
 
 
 FLOORS = [{"qlass"}, {"environments", "data"}, {"envs"}, {"sft", "build_trees", "bellman", "train_qnet", "q_search"},
-          {"experiments", "integrations", "reporting"}]  # fmt: skip
+          {"integrations", "reporting"}, {"experiments"}]  # fmt: skip
 
 
 def imported_by(file: Path) -> set[str]:

@@ -1,7 +1,7 @@
 """Comparisons that were planned before their units played a test task, and what came out.
 
-    python -m experiments.plans                  # the tables, from plans.csv and results.csv of runs/reference_output
-    python -m experiments.plans --rows RUN ...   # rows of results.csv: each condition of each run folder, and the mean
+    python -m reporting.plans                  # the tables, from plans.csv and results.csv of runs/reference_output
+    python -m reporting.plans --rows RUN ...   # rows of results.csv: each condition of each run folder, and the mean
 
 A row of plans.csv is a comparison of two conditions as results.csv names them. The gains of units come from rows of
 results.csv. Where git has the page of an older comparison but not its rows, they come from the column `gains`, and
