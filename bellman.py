@@ -17,7 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
-from qlass.outputs import begin, costs, find_or_make, publish
+from qlass.inputs import find_or_make
+from qlass.outputs import begin, costs, publish
 from qlass.settings import Fraction, Run, place, read_settings, run_stage
 from qlass.trees import children_of, read_trees
 

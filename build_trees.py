@@ -38,8 +38,9 @@ from qlass.batching import Sample, ask, drive
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
 from qlass.files import Inputs
+from qlass.inputs import find_agent
 from qlass.messages import Move, State, parse_action, replay, start, step
-from qlass.outputs import Output, find_agent
+from qlass.outputs import Output
 from qlass.settings import (
     NonNegativeInt,
     PositiveInt,

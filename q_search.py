@@ -36,6 +36,7 @@ from qlass import UserError, outputs, results
 from qlass.batching import Backends, Candidate, Sample, Score, ask, drive
 from qlass.chat import Chat, Rendering
 from qlass.files import Inputs
+from qlass.inputs import find_agent, find_or_make
 from qlass.messages import State, parse_action, start, step
 from qlass.noise import uniforms
 from qlass.settings import (
@@ -255,7 +256,7 @@ class Search:
         config = self.config
         if config.server and any(method.by == "likelihood" for method in plan):
             raise UserError("--method likeliest: a server does not tell the pi(a | s) of its draws")
-        sft = self.inputs["sft"] = outputs.find_agent(config.sft, config)
+        sft = self.inputs["sft"] = find_agent(config.sft, config)
         settings = config.recipe() | self.env.settings
         outputs.recipe_of(config.path, config, settings, self.inputs)  # before a QNet is made
         if any(method.needs_q for method in plan):
@@ -328,7 +329,7 @@ def load_scorer(config: Config) -> tuple[Any, Path]:
         qnet = served().ServedQNet(config.qnet, config)
         return qnet, qnet.folder
     named = Path(config.qnet) if config.qnet else None
-    folder = outputs.find_or_make(named, "train_qnet", "qnet", config)
+    folder = find_or_make(named, "train_qnet", "qnet", config)
     from train_qnet import QNet, scorer
 
     return scorer(QNet.from_pretrained(folder, config), config.plain, config.cache_gb), folder

@@ -13,6 +13,7 @@ template, and writes free text, "Thought: ... Action: ...", as in the paper.
 """
 
 from qlass import UserError  # first: it tells a missing package in one line
+from qlass.inputs import checkpoint
 
 # isort: split
 import dataclasses
@@ -33,7 +34,6 @@ from qlass.demonstrations import Demonstration
 from qlass.device import wait
 from qlass.files import Inputs, warn
 from qlass.messages import State
-from qlass.outputs import checkpoint
 from qlass.policy import QUESTION, Policy
 from qlass.settings import Learning, PositiveInt, place, read_settings, run_stage, workload
 from qlass.tiny import AIDS, tiny_model

@@ -20,6 +20,7 @@ search compares nothing else. --rank-weight adds a loss on their differences.
 from __future__ import annotations
 
 from qlass import UserError  # first: it tells a missing package in one line
+from qlass.inputs import find_agent, find_or_make
 
 # isort: split
 import json
@@ -39,7 +40,6 @@ from qlass import device, files, models
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.messages import State
-from qlass.outputs import find_agent, find_or_make
 from qlass.pairs import Pack, Pair, families, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
 from qlass.records import Label, ValueHead, as_user_error

@@ -35,8 +35,8 @@ from qlass.batching import ask
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration, by_task
 from qlass.files import Inputs
+from qlass.inputs import find_agent, find_or_make
 from qlass.messages import State, replay
-from qlass.outputs import find_agent, find_or_make
 from qlass.pairs import GAP, families, pairs_of
 from qlass.records import Label
 from qlass.settings import Number, place, read_settings, run_stage

@@ -41,8 +41,8 @@ from qlass.batching import Candidate, Score, ask, drive
 from qlass.chat import Rendering
 from qlass.environment import TextEnv
 from qlass.files import Inputs
+from qlass.inputs import checkpoint
 from qlass.messages import State, parse_action, replay
-from qlass.outputs import checkpoint
 from qlass.pairs import GAP, HELD_OUT, states_of
 from qlass.records import Label
 from qlass.settings import place, read_settings, run_stage, workload

@@ -34,8 +34,8 @@ from qlass import UserError
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.files import Inputs, meta_of
+from qlass.inputs import find_agent, find_or_make
 from qlass.messages import State
-from qlass.outputs import find_agent, find_or_make
 from qlass.pairs import states_of
 from qlass.records import Label
 from qlass.settings import Number, place, read_settings, run_stage

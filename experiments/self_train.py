@@ -34,8 +34,9 @@ from qlass.agent import load_agent
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
 from qlass.files import Inputs
+from qlass.inputs import find_agent, find_or_make
 from qlass.messages import without_thinking
-from qlass.outputs import Output, find_agent, find_or_make
+from qlass.outputs import Output
 from qlass.pairs import states_of
 from qlass.results import costs_of
 from qlass.settings import Number, Sampling, place, read_settings, run_stage, workload

@@ -33,9 +33,9 @@ from experiments.learning import Learner, batch_of, learn, load
 from qlass import UserError
 from qlass.batching import ask
 from qlass.chat import Rendering
+from qlass.inputs import find_agent
 from qlass.messages import State, start, step
 from qlass.noise import uniforms
-from qlass.outputs import find_agent
 from qlass.settings import Number, read_settings, run_stage
 
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -17,15 +16,8 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from qlass import UserError
-from qlass.records import Line, Metadata, WeightIndex, as_user_error, read
+from qlass.records import Line, Metadata, as_user_error, read
 
-# What is read of a checkpoint, beside its weights.
-INDEX = "model.safetensors.index.json"
-LOADED = (
-    INDEX, "config.json", "generation_config.json",
-    "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "policy.json", "qnet.json", "head.safetensors",
-)  # fmt: skip
 Inputs = dict[str, Path | None]  # by the flags that name them; None: there is none
 
 
@@ -93,47 +85,6 @@ def lock(path: Path) -> FileLock:
     return file_lock
 
 
-def sha256(path: Path) -> str:
-    """The hash of a file, or of the files of a checkpoint's folder that are loaded."""
-    total = hashlib.sha256()
-    for file in files_of(path) if path.is_dir() else [path]:
-        total.update(hash_of(file, file.stat().st_mtime_ns))
-    return total.hexdigest()
-
-
-def files_of(folder: Path) -> list[Path]:
-    """The files of a checkpoint that are loaded. UserError for an adapter, for two sets of weights,
-    and for what git has not fetched."""
-    weights = weight_files(folder)
-    if "model.safetensors" not in weights and (folder / "model.safetensors").exists():
-        raise UserError(f"{folder}: model.safetensors beside {INDEX}: keep one of the two")
-    files = sorted(filter(Path.exists, map(folder.joinpath, [*LOADED, *weights])))
-    for file in files:
-        if file.stat().st_size < 200 and b"https://git-lfs" in file.read_bytes():
-            raise UserError(f"{folder}: {file.name} is a pointer of Git LFS: git lfs pull")
-    merged = (folder / "policy.json").exists()  # a checkpoint of ours keeps its adapter
-    if adapters := list(folder.glob("adapter_config.json" if merged else "**/adapter_config.json")):
-        raise UserError(
-            f"{folder}: {adapters[0].relative_to(folder)} is an adapter's: merge it with its base"
-            " first (docs/models.md)"
-        )
-    return files
-
-
-def weight_files(folder: Path) -> set[str]:
-    """The names of a checkpoint's files of weights, whichever its index gives them."""
-    index = folder / INDEX
-    if not index.exists():
-        return {"model.safetensors"}
-    return set(read_json(index, WeightIndex)["weight_map"].values())
-
-
-@functools.cache  # a large model is read once
-def hash_of(file: Path, changed_at: int) -> bytes:
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").digest()
-
-
 def rank_and_size() -> tuple[int, int]:
     """RANK and WORLD_SIZE, as torchrun and job arrays set them; alone 0 and 1."""
     with as_user_error("RANK, WORLD_SIZE", errors=ValueError):
@@ -169,3 +120,13 @@ def input_of(output: Path, name: str) -> Path | None:
     """The path of an output's input, from its metadata; None if it had no such input."""
     place = meta_of(output)["inputs"].get(name)
     return output.parent / place if place else None
+
+
+def is_begun(output: Path) -> bool:
+    return parts_folder(output).exists() or output.exists()  # in this order, see Output.read
+
+
+def begun_meta(output: Path) -> Path:
+    """The metadata of what the next command goes on with."""
+    place = parts_folder(output) / "meta.json"
+    return place if place.exists() else meta_path(output)

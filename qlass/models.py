@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.device import PRECISIONS, device_and_precision, divide_blocks, in_turn, is_divided, whole
-from qlass.files import atomic, files_of, read_json
+from qlass.files import atomic, read_json
+from qlass.inputs import files_of
 from qlass.records import as_user_error
 from qlass.settings import Learning, Model
 

@@ -18,18 +18,15 @@ No torch here, so that bellman.py starts at once.
 """
 
 import contextlib
-import importlib
 import itertools
 import json
 import os
 import resource
-import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,12 +34,12 @@ from typing import Any
 from tqdm import tqdm
 
 from qlass import UserError
-from qlass.chat import Rendering
 from qlass.files import (
-    LOADED,
     Inputs,
     atomic,
+    begun_meta,
     dumps,
+    is_begun,
     lock,
     meta_of,
     meta_path,
@@ -51,113 +48,16 @@ from qlass.files import (
     read_jsonl,
     read_meta,
     remove,
-    sha256,
     warn,
-    weight_files,
     write_json,
     write_jsonl,
 )
-from qlass.records import as_user_error
-from qlass.settings import Run, default_run, other_kind, settings_in, write_settings
+from qlass.inputs import sha256
+from qlass.settings import Run, settings_in, write_settings
 
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions metadata report
 
-# -------------------------------------------------------------------------------- inputs of a stage
-
-
-def checkpoint(name: str | Path) -> Path:
-    """The folder of a model. Of a hub name it is the newest snapshot or, with the hub away, the one
-    at hand: a model is known by its content, as each input is."""
-    path = Path(name)
-    if path.exists():
-        return path
-    if len(path.parts) > 1 and path.parent.is_dir():
-        raise UserError(f"{path}: no such folder")
-    from huggingface_hub import snapshot_download
-
-    with as_user_error(f"{name}: no such folder, and not on the hub"):
-        fetch = partial(snapshot_download, str(name), ignore_patterns="*/*")
-        folder = Path(fetch(allow_patterns=[*LOADED]))
-        return Path(fetch(allow_patterns=[*LOADED, *weight_files(folder)]))
-
-
-def find_agent(named: Path | None, config: Run) -> Path:
-    """The agent: --sft, a folder or a name on the hub, else RUN/sft. UserError for one of another
-    kind than the run's, tiny or pretrained."""
-    path = find_or_make(named and checkpoint(named), "sft", "sft", config)
-    if named and Rendering.load(path).mark_matches != (config.preset == "tiny"):
-        raise other_kind(config, f"--sft {named}")
-    return path
-
-
-def find_or_make(named: Path | None, stage: str, name: str, config: Run) -> Path:
-    """An input of a stage: what was named, else RUN/name, which the earlier stage makes first."""
-    path = named or config.run / name
-    if not path.exists():
-        if named:
-            raise UserError(f"{path}: no such file or folder ({stage}.py makes one)")
-        make(path, stage, config)
-    for problem in changes(path):
-        warn(problem)
-    return path
-
-
-def make(path: Path, stage: str, config: Run) -> None:
-    """Run the stage that makes an output, if the flags of the run are all that it needs."""
-    words = ["--run", str(config.run), "--env", config.env, "--seed", str(config.seed)]
-    words += ["--preset", config.preset, *map("--env-option={}".format, config.env_option)]
-    flags = shlex.join(words)
-    commands = read_meta(begun_meta(path)).get("flags", [flags])
-    if config.run != default_run(config.env) and not config.file.exists():
-        raise UserError(f"{config.run}: no such run; python sft.py {flags} begins it")
-    if commands != [flags]:
-        raise UserError(f"{path} was begun by a command of its own: {stage} {commands[-1]}")
-    if rank_and_size()[1] > 1 or (stage != "sft" and getattr(config, "sft", None)):
-        raise UserError(f"{path} is missing: make it first, by {stage}.py and one process")
-    labels = config.run / "q_labels.jsonl"
-    if stage == "build_trees" and labels.exists():
-        raise UserError(
-            f"{path} is missing, of which {labels} was made: the run came without it; begin"
-            " another --run"
-        )
-    print(f"{path} is missing: making it with python {stage}.py {flags}", flush=True)
-    importlib.import_module(stage).main(words)
-
-
-def changes(output: Path) -> Iterator[str]:
-    """A sentence for each input that has changed since an output was made, and for each setting
-    that was edited since the output, or an input behind it, was made with it."""
-    meta = meta_of(output)
-    for name, place in meta["inputs"].items():
-        path = output.parent / place
-        if path.exists() and sha256(path) != meta["recipe"][name]:
-            yield f"{output} was made from another {path} than there is now: make it again"
-    yield from edited_settings(output)
-
-
-def edited_settings(output: Path) -> Iterator[str]:
-    """The sentences of `changes` about settings."""
-    meta, file = meta_of(output), output.with_name("settings.toml")
-    recipe, old = meta["recipe"], meta.get("settings", {})  # none: the file may be anybody's
-    for name, value in settings_in(file, recipe["stage"]).items() if old else ():
-        if name in recipe and value not in (recipe[name], old.get(name, value)):
-            difference = f"was made with {name} {recipe[name]}, and {file} says {value} now"
-            yield f"{output} {difference}: make it again"
-    for place in meta["inputs"].values():
-        yield from edited_settings(output.parent / place)
-
-
 # ------------------------------------------------------------------------------ recipe and metadata
-
-
-def is_begun(output: Path) -> bool:
-    return parts_folder(output).exists() or output.exists()  # in this order, see Output.read
-
-
-def begun_meta(output: Path) -> Path:
-    """The metadata of what the next command goes on with."""
-    place = parts_folder(output) / "meta.json"
-    return place if place.exists() else meta_path(output)
 
 
 def recipe_of(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:

@@ -21,7 +21,7 @@ from tyro.conf import Positional
 
 from qlass import UserError
 from qlass.files import atomic
-from qlass.outputs import changes
+from qlass.inputs import changes
 from qlass.settings import parse, run_stage
 
 TREES = ("q_labels.jsonl", "trees.jsonl")  # of a run, for the viewer: the first that there is

@@ -24,9 +24,9 @@ from qlass import UserError, models
 from qlass.agent import load_policy
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat, Rendering
-from qlass.files import meta_of, sha256
+from qlass.files import meta_of
+from qlass.inputs import checkpoint, sha256
 from qlass.messages import State
-from qlass.outputs import checkpoint
 from qlass.policy import QUESTION, Policy
 from qlass.settings import Model, Sampling
 from train_qnet import QNet

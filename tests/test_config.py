@@ -18,7 +18,7 @@ import train_qnet
 from environments import environment_class, options_of
 from qlass import UserError, settings
 from qlass.device import device_and_precision
-from qlass.outputs import find_agent
+from qlass.inputs import find_agent
 from qlass.settings import PRESETS
 from qlass.tiny import AIDS
 

@@ -21,9 +21,10 @@ from tqdm import tqdm
 
 import bellman
 import q_search
-from qlass import UserError, files, outputs
+from qlass import UserError, files, inputs, outputs
 from qlass.files import parts_folder, read_jsonl
-from qlass.outputs import Output, find_or_make
+from qlass.inputs import find_or_make
+from qlass.outputs import Output
 from qlass.settings import FITS, Run, read_settings, run_stage, workload, write_settings
 
 TASKS = ["t0", "t1", "t2", "t3"]
@@ -338,11 +339,11 @@ def test_what_a_command_of_its_own_has_begun_is_not_made_by_another(tmp_path, mo
     monkeypatch.setattr("sft.main", mock.Mock(side_effect=lambda argv: grow(path, *argv[2:])))
     begin(path, "--depth", "5").lock.release()  # stopped before its first part
     with pytest.raises(UserError, match=f"sft was begun by a command of its own: .* --run {tmp_path} --depth 5"):
-        outputs.make(path, "sft", config)
+        inputs.make(path, "sft", config)
     files.meta_path(path).unlink()
     with mock.patch("sft.main", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        outputs.make(path, "sft", config)
-    outputs.make(path, "sft", config)  # what another stage has begun it goes on with
+        inputs.make(path, "sft", config)
+    inputs.make(path, "sft", config)  # what another stage has begun it goes on with
     assert path.read_bytes() == WHOLE
 
 
@@ -359,21 +360,21 @@ def test_a_setting_of_the_run_that_has_changed_since_is_told(tmp_path, capsys):
 
     label(labels)
     grow(qnet, labels=labels)
-    assert not [*outputs.changes(qnet)]
+    assert not [*inputs.changes(qnet)]
     file.write_text(file.read_text().replace("gamma = 0.98", "gamma = 0.5"))
-    assert [*outputs.changes(qnet)] == [f"{labels} was made with gamma 0.98, and {file} says 0.5 now: make it again"]
+    assert [*inputs.changes(qnet)] == [f"{labels} was made with gamma 0.98, and {file} says 0.5 now: make it again"]
     assert find_or_make(qnet, "train_qnet", "qnet", flags("--run", str(tmp_path))) == qnet
     assert "gamma 0.98, and" in capsys.readouterr().err
     label(labels, "--overwrite", "--gamma", "0.9")
-    assert not [*outputs.changes(labels)]  # a flag went before the file, which has not changed since
+    assert not [*inputs.changes(labels)]  # a flag went before the file, which has not changed since
     file.unlink()
-    assert not [*outputs.changes(labels)]
+    assert not [*inputs.changes(labels)]
     other = tmp_path / "other" / "settings.toml"  # another program's
     other.parent.mkdir()
     other.write_text("theme = 1")
     out = other.with_name("x.jsonl")
     label(out)
-    assert not [*outputs.changes(out)]
+    assert not [*inputs.changes(out)]
 
 
 @pytest.mark.parametrize("meta", ["[]", "{", '{"recipe": [1]}', '{"inputs": {"sft": 1}}'])

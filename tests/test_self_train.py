@@ -7,7 +7,8 @@ from experiments import self_train
 from experiments.self_train import best_branch, kept
 from q_search import Method
 from qlass import demonstrations
-from qlass.files import meta_of, read_jsonl, sha256, write_json
+from qlass.files import meta_of, read_jsonl, write_json
+from qlass.inputs import sha256
 from qlass.messages import State, parse_action
 
 

@@ -23,7 +23,8 @@ from integrations.servers import Server
 from qlass import UserError
 from qlass.agent import load_agent
 from qlass.batching import LogProb, Sample, Score, drive
-from qlass.files import meta_of, meta_path, read_jsonl, sha256, write_json
+from qlass.files import meta_of, meta_path, read_jsonl, write_json
+from qlass.inputs import sha256
 from qlass.messages import State
 from qlass.policy import QUESTION, Policy
 from qlass.settings import Sampling

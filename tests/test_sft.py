@@ -19,8 +19,8 @@ from qlass.agent import load_agent
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration, read
 from qlass.files import meta_of, read_jsonl, write_json
+from qlass.inputs import changes
 from qlass.messages import State, start
-from qlass.outputs import changes
 from qlass.policy import QUESTION
 from qlass.tiny import AIDS, MARK
 from qlass.training import cosine

@@ -33,6 +33,7 @@ from qlass.agent import set_first_messages
 from qlass.batching import Backends, LogProb, Sample, drive
 from qlass.chat import FLAGS, Rendering
 from qlass.files import Inputs
+from qlass.inputs import find_agent
 from qlass.settings import place, read_settings, run_stage
 
 
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     references = config.references or ("exact" if config.env in EXACT else "policy",)
     env = envs.from_config(config)
-    config = dataclasses.replace(config, sft=outputs.find_agent(config.sft, config))
+    config = dataclasses.replace(config, sft=find_agent(config.sft, config))
     context = Context(config)
     scorers = entries(context, config.scorers and ("random", *config.scorers))
     backends: Backends = {Call: answer, Sample: context.agent.sample, LogProb: context.agent.likelihoods}
