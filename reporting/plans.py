@@ -108,9 +108,21 @@ def name_of(condition: pd.Series) -> str:
     return f"{name}, {agent.removeprefix('cloned').lstrip(', ')}".removesuffix(", ")
 
 
-def rows_of(results: pd.DataFrame, condition: pd.Series) -> pd.DataFrame:
-    """A condition's rows of results.csv; "all" is the seed of the means over all units."""
-    return results[(results[condition.index] == condition).all(axis=1)]
+def sides_of(plan: pd.Series) -> list[pd.Series]:
+    """The two conditions of a comparison, as rows of results.csv name them."""
+    minus = plan[PLACE + MINUS].set_axis(PLACE + CONDITION)
+    minus["split"] = plan["minus_split"] or plan["split"]
+    return [plan[PLACE + CONDITION], minus]
+
+
+def rows_of(plan: pd.Series, results: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """The rows of results.csv of each side, of the plan's units and commits; "all" is the seed of means over units."""
+    if plan["commits"]:
+        results = results[results["commit"].isin(plan["commits"].split())]
+    if plan["seeds"]:
+        results = results[results["seed"].isin([*plan["seeds"].split(), "all"])]
+    for side in sides_of(plan):
+        yield results[(results[side.index] == side).all(axis=1)]
 
 
 def tokens_of(rows: pd.DataFrame) -> float:
@@ -129,24 +141,17 @@ def gains_of(plan: pd.Series, ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.Se
 
 def compare(plan: pd.Series, results: pd.DataFrame) -> dict[str, str | float]:
     """A plan's row of the table; its p is NaN if nothing was played, or if the play goes on."""
-    seeds = plan["seeds"].split()
-    if plan["commits"]:
-        results = results[results["commit"].isin(plan["commits"].split())]
-    if seeds:
-        results = results[results["seed"].isin([*seeds, "all"])]
-    condition, minus = plan[PLACE + CONDITION], plan[PLACE + MINUS].set_axis(PLACE + CONDITION)
-    minus["split"] = plan["minus_split"] or plan["split"]
-    ours, theirs = rows_of(results, condition), rows_of(results, minus)
+    ours, theirs = rows_of(plan, results)
     gains = gains_of(plan, ours, theirs)
     estimate = over_units(gains)
 
     dagger = "" if plan["planned"] else " †"
     row = {"family": plan["family"]}
-    row["comparison"] = f"{plan['environment']}: {name_of(condition)} - {name_of(minus)}{dagger}"
+    row["comparison"] = f"{plan['environment']}: {' - '.join(map(name_of, sides_of(plan)))}{dagger}"
     row["difference"] = "not played"
     p = []
     if plan["stated"]:
-        stated = as_stated(plan["stated"], len(seeds))
+        stated = as_stated(plan["stated"], len(plan["seeds"].split()))
         row["difference"] = f"{stated:+} ‡"
         p.append(stated.p)
     if estimate.n:

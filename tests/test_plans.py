@@ -2,8 +2,10 @@
 
 import functools
 import json
+import math
 import re
 import subprocess
+from itertools import chain
 
 import pandas as pd
 import pytest
@@ -19,17 +21,9 @@ OPTIONAL = ["minus_split", "seeds", "commits", "gains", "stated", "stated_p", "s
 
 def rows(method: str, rewards: tuple, tokens: int, **fields: str) -> list[dict]:
     """Rows of results.csv of three units, and of all."""
-    seeds = {"1": rewards[0], "2": rewards[1], "3": rewards[2], "all": sum(rewards) / 3}
     row = PLACE | {"method": method, "tokens": tokens} | fields
-    return [row | {"seed": seed, "reward": reward} for seed, reward in seeds.items()]
-
-
-def plan(family: str, method: str, minus: str, **fields: str) -> dict:
-    """A row of plans.csv."""
-    rival = PLACE | {"method": minus}
-    row = {"family": family, "unit": "lake", "planned": "3", "changes": ""} | dict.fromkeys(OPTIONAL, "")
-    row |= PLACE | {"method": method} | {f"minus_{name}": rival[name] for name in SIDES}
-    return row | fields
+    seeds = zip(("1", "2", "3", "all"), (*rewards, sum(rewards) / 3), strict=True)
+    return [row | {"seed": seed, "reward": reward} for seed, reward in seeds]
 
 
 RESULTS = pd.DataFrame([
@@ -40,17 +34,27 @@ RESULTS = pd.DataFrame([
 ])  # fmt: skip
 
 
-def table(*planned: dict, results: pd.DataFrame = RESULTS) -> list[dict]:
-    return plans.table(pd.DataFrame(planned), results).to_dict("records")
+def plan(family: str, minus: str = "greedy", **fields: str) -> dict:
+    """A row of plans.csv, of QLASS."""
+    row = {"family": family, "unit": "lake", "planned": "3", "changes": ""} | dict.fromkeys(OPTIONAL, "")
+    rival = {f"minus_{name}": (PLACE | {"method": minus})[name] for name in SIDES}
+    return row | PLACE | {"method": "qlass"} | rival | fields
+
+
+def table(*planned: dict) -> list[dict]:
+    return plans.table(pd.DataFrame(planned), RESULTS).to_dict("records")
+
+
+def p_of(*gains: float) -> float:
+    return stats.ttest_1samp(gains, 0.0).pvalue
 
 
 def test_a_table_and_holms_p_by_hand():
-    rival = {"minus_N": "4", "minus_select": "q"}
     first, second, third, going_on = table(
-        plan("f", "qlass", "greedy"),
-        plan("f", "qlass", "best_of_n", **rival),
-        plan("g", "sample", "greedy"),
-        plan("h", "qlass", "greedy", planned="4"),
+        plan("f"),
+        plan("f", "best_of_n", minus_N="4", minus_select="q"),
+        plan("g", method="sample"),
+        plan("h", planned="4"),
     )
     assert first["difference"].startswith("+0.200 [")
     assert (first["above"], first["tokens"]) == ("3/3", "100/10")
@@ -58,24 +62,21 @@ def test_a_table_and_holms_p_by_hand():
     assert (second["difference"][:6], second["tokens"]) == ("+0.000", "100/110")
     assert (third["difference"], third["above"], third["raw p"]) == ("not played", "", "")
     assert (going_on["difference"], going_on["raw p"]) == (first["difference"], "")
-    p = stats.ttest_1samp([0.1, 0.2, 0.3], 0.0).pvalue
-    assert [float(first[name]) for name in ("raw p", "in its family", "over all")] == pytest.approx(
-        [p, 2 * p, 2 * p], abs=2e-4
-    )
+    shown = [float(first[name]) for name in ("raw p", "in its family", "over all")]
+    assert shown == pytest.approx([p_of(0.1, 0.2, 0.3) * n for n in (1, 2, 2)], abs=2e-4)
     corrected = plans.holm(pd.Series([0.01, 0.04, 0.03]))  # 3 x .01, then 2 x .03, and no less
     assert corrected.sort_index().tolist() == pytest.approx([0.03, 0.06, 0.06])
 
 
 def test_what_only_a_page_of_git_has():
-    gains = {"gains": "+.100 +.200 +.300", "stated": "+.2 [-.1, .5]"}
     first, second, third = table(
-        plan("f", "qlass", "mcts", seeds="1 2 3", **gains),
-        plan("g", "qlass", "mcts", seeds="1 2 3", stated="+.046", stated_p="1"),
-        plan("h", "qlass", "greedy", seeds="1 2 3", planned=""),
+        plan("f", "mcts", seeds="1 2 3", gains="+.100 +.200 +.300", stated="+.2 [-.1, .5]"),
+        plan("g", "mcts", seeds="1 2 3", stated="+.046", stated_p="1"),
+        plan("h", seeds="1 2 3", planned=""),
     )
     # Of both intervals the wider one counts: half of .6 is 4.303 standard errors.
     wider = 2 * stats.t(2).sf(0.2 / (0.3 / stats.t(2).ppf(0.975)))
-    assert wider > stats.ttest_1samp([0.1, 0.2, 0.3], 0.0).pvalue
+    assert wider > p_of(0.1, 0.2, 0.3)
     assert (float(first["raw p"]), float(first["over all"])) == pytest.approx((wider, 2 * wider), abs=2e-4)
     assert (second["difference"], second["raw p"], second["above"]) == ("+0.046 ‡", "1.0000", "")
     assert third["comparison"].endswith("†")
@@ -83,18 +84,18 @@ def test_what_only_a_page_of_git_has():
 
 
 def test_what_is_decided_and_what_of_it_holds_over_all():
-    gains = {"seeds": "1 2 3", "gains": "+.100 +.101 +.102"}
-    table_rows = table(
-        plan("f", "qlass", "mcts", **gains),
-        plan("g", "qlass", "mcts", stated_p=".07", **gains),
-        plan("h", "qlass", "mcts", planned="", **gains),
-        plan("i", "qlass", "mcts", shown_first="no", **gains),  # git does not show that it came first
-        plan("j", "qlass", "mcts", seeds="1 2 3", gains="+.10 +.16 +.20"),
-        plan("k", "qlass", "greedy"),
+    gains = {"minus": "mcts", "seeds": "1 2 3", "gains": "+.100 +.101 +.102"}
+    shown = table(
+        plan("f", **gains),
+        plan("g", stated_p=".07", **gains),
+        plan("h", planned="", **gains),
+        plan("i", shown_first="no", **gains),  # git does not show that it came first
+        plan("j", **gains | {"gains": "+.10 +.16 +.20"}),
+        plan("k"),
     )
-    assert 0.025 < stats.ttest_1samp([0.1, 0.16, 0.2], 0.0).pvalue < 0.05  # so that it does not hold over all
-    assert [row["difference"].startswith("**") for row in table_rows] == [True, False, False, False, True, False]
-    assert [row["over all"].startswith("**") for row in table_rows] == [True, False, False, False, False, False]
+    assert 0.025 < p_of(0.1, 0.16, 0.2) < 0.05  # so that it does not hold over all
+    for column, bold in (("difference", "fj"), ("over all", "f")):
+        assert "".join(row["family"] for row in shown if row[column].startswith("**")) == bold
 
 
 def test_rows_of_run_folders(tmp_path):
@@ -128,91 +129,74 @@ PARTS = {  # of the test tasks of a split
 
 
 @functools.cache
-def day_of(commits: str) -> int:
-    """When the newest of them was made, in seconds."""
-    return max(int(git("log", "-1", "--format=%ct", commit)) for commit in commits.split())
+def times_of(commits: str) -> list[int]:
+    """When these were made, the oldest first."""
+    return sorted(map(int, git("log", "--no-walk", "--format=%ct", *commits.split()).split()))
 
 
-def sides_of(plan: pd.Series) -> list[pd.Series]:
-    """The two conditions of a comparison, as rows of results.csv name them."""
-    minus = plan[plans.PLACE + plans.MINUS].set_axis(plans.PLACE + plans.CONDITION)
-    minus["split"] = plan["minus_split"] or plan["split"]
-    return [plan[plans.PLACE + plans.CONDITION], minus]
-
-
-def rows_of(plan: pd.Series, results: pd.DataFrame, side: pd.Series) -> pd.DataFrame:
-    """The rows of a side that count: of the plan's seeds and commits, where it names some."""
-    rows = plans.rows_of(results, side)
-    if plan["seeds"]:
-        rows = rows[rows["seed"].isin([*plan["seeds"].split(), "all"])]
-    named = set(plan["commits"].split())
-    return rows[rows["commit"].map(lambda commits: not named or bool(named & set(commits.split()))).astype(bool)]
-
-
-def tasks_of(row: pd.Series) -> set[tuple[str, ...]]:
-    """Names of a row's test tasks: those of a shop or a set of games, or those that all trainings share."""
+def tasks_of(row: pd.Series) -> list[tuple]:
+    """A row's condition with each name of its test tasks: those of a shop or a set of games, or shared by all."""
     environment, split = row["environment"], row["split"]
-    if environment == "frozenlake" and split.startswith("lakes2") and "validation" not in split:
-        return {("lakes2",)}
-    if split.startswith("test, ") or split.endswith(("own worlds", "new games")):
-        return {(environment, row.get("seed", ""))}  # none is played yet, if it names no seed
-    return {(environment, part) for part in PARTS.get((environment, split), [split])}
+    parts = PARTS.get((environment, split), [split])
+    if re.match("lakes2(?! validation)", split):
+        parts = ["lakes2"]
+    elif re.match("test, |.* (own worlds|new games)$", split):
+        parts = [row.get("seed", "")]  # none is played yet, if it names no seed
+    return [(*row[plans.KEYS], part) for part in parts]
 
 
-def plays_of(planned: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
-    """What was played, a row a condition and unit: rows of results.csv, and comparisons of which git has the gains."""
-    rows = [results.query(plans.UNITS)]
+def first_plays(planned: pd.DataFrame, results: pd.DataFrame) -> dict[tuple, int]:
+    """When each condition first played each set of test tasks, by rows of results.csv and comparisons of which git has
+    the gains."""
+    plays = [(row, row["commit"]) for _, row in results.query(plans.UNITS).iterrows()]
     for _, plan in planned[(planned["gains"] != "") & (planned["commits"] != "")].iterrows():
-        rows += [side.to_frame().T.assign(seed="", commit=plan["commits"]) for side in sides_of(plan)]
-    return pd.concat(rows)
+        plays += [(side, plan["commits"]) for side in plans.sides_of(plan)]
+    first: dict[tuple, int] = {}
+    for row, commits in plays:
+        for tasks in tasks_of(row):
+            first[tasks] = min(times_of(commits)[-1], first.get(tasks, math.inf))
+    return first
 
 
-def seen_before(plan: pd.Series, plays: pd.DataFrame, results: pd.DataFrame) -> bool:
+def is_younger_than_a_row(plan: pd.Series, results: pd.DataFrame, first: dict) -> bool:
+    commits = " ".join(pd.concat(plans.rows_of(plan, results))["commit"])
+    return bool(commits) and times_of(commits)[0] < times_of(plan["plan"])[0]
+
+
+def has_seen_its_tasks(plan: pd.Series, results: pd.DataFrame, first: dict) -> bool:
     """True if, when it was planned, both sides had been played on all test tasks of it."""
-    for side in sides_of(plan):
-        rows = rows_of(plan, results, side).query(plans.UNITS)
-        tasks = set().union(*map(tasks_of, [row for _, row in rows.iterrows()] or [side]))
-        same = plays[(plays[["environment", *plans.CONDITION]] == side[["environment", *plans.CONDITION]]).all(axis=1)]
-        older = [row for _, row in same.iterrows() if day_of(row["commit"]) < day_of(plan["plan"])]
-        if not tasks <= set().union(*map(tasks_of, older)):
-            return False
-    return True
+    tasks: list[tuple] = []
+    for side, rows in zip(plans.sides_of(plan), plans.rows_of(plan, results), strict=True):
+        played = [row for _, row in rows.query(plans.UNITS).iterrows()]
+        tasks += chain.from_iterable(map(tasks_of, played or [side]))
+    return all(first.get(name, math.inf) < times_of(plan["plan"])[0] for name in tasks)
 
 
 @pytest.fixture(scope="module")
 def tables():
-    """plans.csv, results.csv, and the difference that each plan's row of the table shows."""
+    """plans.csv, results.csv, the comparisons that are decided, and when what was played first."""
     planned, results = plans.read()
-    return planned, results, plans.table(planned, results)["difference"]
+    bold = plans.table(planned, results)["difference"].str.startswith("**")
+    return planned, results, planned[bold], first_plays(planned, results)
 
 
 @NEEDS_GIT
-def test_no_difference_is_decided_if_a_row_of_it_is_of_older_code_than_its_plan(tables):
-    planned, results, shown = tables
-    wrong = []
-    for index, plan in planned[planned["plan"] != ""].iterrows():
-        rows = pd.concat([rows_of(plan, results, side) for side in sides_of(plan)])
-        commits = set(" ".join(rows["commit"]).split()) & set(
-            plan["commits"].split() or " ".join(rows["commit"]).split()
-        )
-        older = commits and min(map(day_of, commits)) < day_of(plan["plan"])
-        if older and shown[index].startswith("**"):
-            wrong.append(plan["family"])
-    assert not wrong and len(planned[planned["plan"] != ""]) > 200
-
-
-@NEEDS_GIT
-def test_no_difference_is_decided_if_its_test_tasks_had_been_played_before_the_plan(tables):
-    """ScienceWorld's had, by three earlier trainings of both sides."""
-    planned, results, shown = tables
-    plays = plays_of(planned, results)
-    seen = [i for i, plan in planned[planned["plan"] != ""].iterrows() if seen_before(plan, plays, results)]
-    assert "ScienceWorld: QLASS" in set(planned["family"][seen])
-    assert [planned["family"][index] for index in seen if shown[index].startswith("**")] == []
+@pytest.mark.parametrize(
+    ("doubt", "family"),
+    [
+        (is_younger_than_a_row, "three epochs: QLASS"),
+        (has_seen_its_tasks, "ScienceWorld: QLASS"),  # by three earlier trainings of both sides
+    ],
+)
+def test_no_difference_is_decided_whose_plan_came_after_a_row_or_after_play_on_its_test_tasks(tables, doubt, family):
+    planned, results, decided, first = tables
+    assert len(decided) > 25
+    assert [plan["family"] for _, plan in decided.iterrows() if doubt(plan, results, first)] == []
+    (_, plan), *_ = planned[planned["family"] == family].iterrows()
+    assert doubt(plan, results, first)
 
 
 def test_the_page_tells_what_git_does_not_show(capsys):
     plans.main([])
     page = capsys.readouterr().out
     assert re.search(r"209 of the \d+ rows of\s+plans.csv were written in one commit, fd0f923, after", page)
-    assert "**+0.057" not in page  # of the shops with three epochs: their code is older than the plan
