@@ -23,21 +23,20 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import PositiveInt
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 import envs
-from environments.replay import refuse_openings, replay_demonstrations
-from qlass import demonstrations, models
+from environments import replay
+from qlass import demonstrations, device, models, tiny
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration
-from qlass.device import wait
-from qlass.files import Inputs, warn
+from qlass.files import warn
 from qlass.messages import State
-from qlass.policy import QUESTION, Policy
-from qlass.settings import Learning, PositiveInt, place, read_settings, run_stage, workload
-from qlass.tiny import AIDS, tiny_model
-from qlass.training import Training, autocast, is_first, join, micro_batches
+from qlass.policy import Policy
+from qlass.settings import Learning, place, read_settings, run_stage, workload
+from qlass.training import Training, micro_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,12 +161,13 @@ def sft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
     T - 1 positions: those at which some row predicts a token that the agent wrote. Rows are padded
     on the right, where a causal model needs no mask.
     """
-    device = model.device
     ids = pad_sequence([torch.tensor(e.ids) for e in examples], batch_first=True)  # (B, T)
     labels = [torch.tensor(e.labels) for e in examples]
-    targets = pad_sequence(labels, batch_first=True, padding_value=NO_TARGET)[:, 1:].to(device)
+    targets = pad_sequence(labels, batch_first=True, padding_value=NO_TARGET)[:, 1:].to(
+        model.device
+    )
     kept = (targets != NO_TARGET).any(dim=0).nonzero()[:, 0]  # (K,)
-    logits = model(input_ids=ids.to(device), use_cache=False, logits_to_keep=kept).logits
+    logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=kept).logits
     targets = targets[:, kept]  # (B, K)
     written = targets != NO_TARGET
     return cross_entropy(logits[written].float(), targets[written], reduction="sum")
@@ -191,7 +191,7 @@ def train(
             n = sum(example.targets for example in batch)
             loss = 0.0
             for portion, weight in training.portions(batch, len, config.micro_tokens):
-                with autocast(config):
+                with device.autocast(config):
                     micro_loss = loss_of(model, portion) / n  # Eq. (5), per token
                 (weight * micro_loss).backward()  # gradients accumulate
                 loss += weight * micro_loss.item()
@@ -199,7 +199,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             training.end_update(loss, tokens=sum(map(len, batch)))
-        with autocast(config):
+        with device.autocast(config):
             training.end_epoch(validate(model, validation, config.micro_tokens))
 
 
@@ -239,10 +239,10 @@ def model_and_chat(
         if not all(demonstration.state.task for demonstration in expert):
             warn("demonstrations without their task_id (or `task`) show the tiny model no goal")
         texts = (text for demonstration in expert for _, text in demonstration.state.messages)
-        model, tokenizer = tiny_model(texts, config.layers, config.heads)
+        model, tokenizer = tiny.tiny_model(texts, config.layers, config.heads)
         model.to(models.device_and_precision(config)[0])
         context = model.config.max_position_embeddings
-        chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov), context)
+        chat = Chat(tokenizer, Rendering(**tiny.AIDS, markov=env.markov), context)
     else:
         model, chat = models.load_model(start, config, train=not config.lora)
     chat.rendering.candidates = config.candidates
@@ -256,11 +256,6 @@ def model_and_chat(
     return model, chat
 
 
-def fingerprint(model: Any, chat: Chat) -> list[float]:
-    """log pi of the actions of the fixed question."""
-    return Policy(model, chat).likelihoods([QUESTION])[0]
-
-
 def clone(
     config: Config,
     make_examples: Callable[..., Iterator[Any]] = examples_of,
@@ -269,19 +264,18 @@ def clone(
     """Train an agent on demonstrations. make_examples, loss_of: another loss, and the examples that
     it learns from. Eq. (5) validates the agent whatever the loss."""
     env = envs.from_config(config)
-    join(config)
+    device.join(config)
     start = start_of(config)
     path = config.expert or demonstrations.collect(env, config, config.n_expert)
-    wait()
+    device.wait()
     expert = demonstrations.read(path, env, config.n_expert)
-    inputs: Inputs = {"expert": path, "model": start}
-    training = Training(config.path, config, env.settings, inputs)
+    training = Training(config.path, config, env.settings, {"expert": path, "model": start})
     if training.complete:
         return
     if config.expert:
-        refuse_openings(expert, env)
+        replay.refuse_openings(expert, env)
     every = 1 if config.expert else env.replay_every
-    replay_demonstrations(expert, env, (line.task_id for line in expert[::every]))
+    replay.replay_demonstrations(expert, env, (line.task_id for line in expert[::every]))
     model, chat = model_and_chat(config, env, expert, start)
     max_tokens = int(min(config.max_tokens, chat.context))
     check_demonstrations(expert, chat, max_tokens)
@@ -299,11 +293,12 @@ def clone(
 
     def save(folder: Path) -> list[float]:
         models.save(model, chat, folder, config, adapter)
-        return fingerprint(*models.load_model(folder, dataclasses.replace(config, load_in=None)))
+        all_bits = dataclasses.replace(config, load_in=None)
+        return Policy(*models.load_model(folder, all_bits)).fingerprint()
 
     tasks = sorted({line.task_id for line in expert if line.task_id})
-    figures = training.finish(save, fingerprint(model, chat), tasks=tasks)
-    if is_first():
+    figures = training.finish(save, Policy(model, chat).fingerprint(), tasks=tasks)
+    if device.is_first():
         print(f"{training.out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
 
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import PositiveInt
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm import tqdm
@@ -40,20 +41,18 @@ from qlass import device, files, models
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.messages import State
-from qlass.pairs import Pack, Pair, families, hold_out_trees, pairs_of, ranking
+from qlass.pairs import Pack, Pair, families, hold_out_trees, ranking, read_pairs
 from qlass.policy import QUESTION
-from qlass.records import Label, ValueHead, as_user_error
+from qlass.records import ValueHead, as_user_error
 from qlass.settings import (
     ActionLength,
     Learning,
     Number,
-    PositiveInt,
     place,
     read_settings,
     run_stage,
 )
-from qlass.training import Training, autocast, is_first, join
-from qlass.trees import read_trees
+from qlass.training import Training
 
 MIN_HELD_OUT = 5  # fewer trees do not choose the epoch
 
@@ -186,7 +185,7 @@ def packs_of(chat: Chat, tree: list[Pair], config: Config) -> list[Pack]:
     return list(pack_pairs(chat, together, config.loss_on, config.max_tokens))
 
 
-def loss_of(qnet: QNet, packs: Sequence[Pack], config: Config) -> torch.Tensor:
+def pack_loss(qnet: QNet, packs: Sequence[Pack], config: Config) -> torch.Tensor:
     """The sum of `family_loss` over the families of all packs, ()."""
     if not config.plain:
         from qlass.fast.packing import packed_loss  # the same, at a fraction of the cost
@@ -209,7 +208,7 @@ def train(
     held_out: list[list[Pair]],
     config: Config,
     training: Training,
-    loss_of: Loss = loss_of,
+    loss_of: Loss = pack_loss,
 ) -> None:
     """Regress QNet onto the Q-values of (s, a)."""
     bar = tqdm(trees, "packs of trees", mininterval=0.5)
@@ -225,7 +224,7 @@ def train(
             n = sum(map(len, batch))
             loss = 0.0
             for portion, weight in training.portions(batch, attrgetter("tokens"), budget):
-                with autocast(config):
+                with device.autocast(config):
                     micro_loss = loss_of(qnet, portion, config) / n  # Eq. (11), per pair
                 (weight * micro_loss).backward()  # gradients accumulate
                 loss += weight * micro_loss.item()
@@ -233,7 +232,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             training.end_update(loss, tokens=sum(pack.tokens for pack in batch))
-        with autocast(config):
+        with device.autocast(config):
             # A cache of 2 GB, beside the moments of a training.
             ranks = ranking(scorer(qnet.eval(), config.plain, cache_gb=2.0).score, held_out)
         # With a rank weight, where siblings can be compared, the error within states chooses the
@@ -243,16 +242,6 @@ def train(
 
 
 # --------------------------------------------------------------------------------------------- main
-
-
-def read_pairs(labels: Path) -> tuple[list[str], list[list[Pair]]]:
-    """Read the tasks and the pairs of the labelled trees."""
-    trees = list(read_trees(labels, Label))
-    with as_user_error(f"{labels}: a root without", errors=KeyError):
-        pairs = list(map(pairs_of, trees))
-    if not any(pairs):
-        raise UserError(f"{labels}: no pair of (s, a) to train on")
-    return [tree[0]["task_id"] for tree in trees], pairs
 
 
 def new_qnet(sft: Path, config: Config) -> QNet:
@@ -279,14 +268,14 @@ def save(qnet: QNet, folder: Path, config: Config, adapter: Any, tree: list[Pair
     return fingerprint(QNet.from_pretrained(folder, config), tree)
 
 
-def learn(config: Config, loss_of: Loss = loss_of) -> None:
+def learn(config: Config, loss_of: Loss = pack_loss) -> None:
     """Train a QNet on labels. loss_of: the sum of a loss over the pairs of some packs, ();
     docs/own_loss.py has another one."""
     labels = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
     sft = find_agent(config.sft, config)
     if config.plain and config.rank_weight and files.rank_and_size()[1] > 1:
         raise UserError("--plain with --rank-weight: processes would not keep step: use one")
-    join(config)
+    device.join(config)
     training = Training(config.path, config, {}, {"labels": labels, "sft": sft})
     if training.complete:
         return
@@ -304,7 +293,7 @@ def learn(config: Config, loss_of: Loss = loss_of) -> None:
         trees=len(trees),
         held_out=ranks,
     )
-    if is_first():
+    if device.is_first():
         n = training.best_epoch
         print(f"{training.out}: {len(trees)} trees, after epoch {n} on held-out ones {ranks}")
 

@@ -34,6 +34,7 @@ from qlass.agent import load_policy
 from qlass.batching import Sample, ask
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import demonstrate
+from qlass.device import autocast
 from qlass.fast.decode import FastPolicy
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.messages import react, start, step
@@ -42,7 +43,6 @@ from qlass.policy import Policy
 from qlass.records import Label
 from qlass.settings import Sampling, parse, read_settings, run_stage
 from qlass.tiny import AIDS, tiny_model
-from qlass.training import autocast
 from qlass.trees import read_trees
 
 TEXT = 17  # tokens of a demonstration's mean action

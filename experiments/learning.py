@@ -27,7 +27,7 @@ from qlass.chat import Chat
 from qlass.fast.decode import FastPolicy
 from qlass.files import Inputs, atomic, lock, meta_of, meta_path, write_json, write_jsonl
 from qlass.noise import uniforms
-from qlass.policy import QUESTION, Policy
+from qlass.policy import Policy
 from qlass.settings import ActionLength, Number, place, workload
 
 WARMUP = 4  # updates
@@ -192,7 +192,7 @@ def learn(
                 print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {line['val']:.3f}", flush=True)
                 if best() is line:
                     learner.save(folder, config)
-                    (mark,) = Policy(learner.model, learner.chat).likelihoods([QUESTION])
+                    mark = Policy(learner.model, learner.chat).fingerprint()
                 figures = {"best": best(), "last": line, "passes": passes, "budget": config.budget} | provenance
                 write_json(meta_path(folder), meta | figures | {"fingerprint": mark})
                 write_jsonl(log, lines)

@@ -1,17 +1,20 @@
-"""The device of a model, its precision, and its division among processes."""
+"""The device of a model, its precision, and its division among the processes of torchrun."""
 
 import contextlib
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from qlass.files import rank_and_size
+from qlass.records import as_user_error
+from qlass.settings import Model
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -26,7 +29,30 @@ def device_and_precision(config: Any) -> tuple[torch.device, str]:
     return place, config.precision or ("bf16" if bf16 else "float32")
 
 
-# --------------------------------------------------------------- weights divided among processes
+def autocast(config: Model) -> torch.autocast:
+    """bf16 arithmetic on what is trained in float32, where that is the precision; else nothing. Its
+    cache would keep a bf16 copy of every weight until the update ends."""
+    place, precision = device_and_precision(config)
+    bf16 = precision == "bf16"
+    return torch.autocast(place.type, torch.bfloat16, enabled=bf16, cache_enabled=False)
+
+
+# --------------------------------------------------------------------------------------- processes
+
+
+def join(config: Model) -> None:
+    """Join the processes that torchrun started. A process alone does nothing."""
+    place, _ = device_and_precision(config)
+    if rank_and_size()[1] > 1:
+        if place.type == "cuda":  # else each process would also open the first one's GPU
+            torch.cuda.set_device(place)
+        with as_user_error("torchrun sets RANK, WORLD_SIZE and MASTER_ADDR", errors=ValueError):
+            distributed.init_process_group(timeout=timedelta(hours=2))  # disks can be slow
+
+
+def is_first() -> bool:
+    """True for the process that writes."""
+    return rank_and_size()[0] == 0
 
 
 def wait() -> None:
@@ -44,6 +70,17 @@ def in_turn() -> Iterator[None]:
     yield
     for _ in range(rank, n):
         wait()
+
+
+def broadcast(value: Any) -> Any:
+    """The first process's value, where rounding or memory may give the others another one."""
+    values = [value]
+    if distributed.is_initialized():
+        distributed.broadcast_object_list(values)
+    return values[0]
+
+
+# ---------------------------------------------------------------- weights divided among processes
 
 
 def divide_blocks(model: Any, mesh: DeviceMesh) -> None:
@@ -74,10 +111,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def divided_like(weight: torch.Tensor, tensor: torch.Tensor) -> Any:
+    """This process's rows of a tensor, if the weight is divided. A count of steps is on no GPU."""
+    if not tensor.dim():
+        return tensor if tensor.is_floating_point() else tensor.item()
+    if isinstance(weight, DTensor):
+        mesh, places = weight.device_mesh, weight.placements
+        return distribute_tensor(tensor, mesh, places, src_data_rank=None)
+    return tensor.to(weight.device)
+
+
 def gather(model: nn.Module) -> None:
     """Make a model whole, on the first process's CPU, where it can be saved; a GPU that it filled
     has room to read it again."""
-    keep = "cpu" if rank_and_size()[0] == 0 else "meta"
+    keep = "cpu" if is_first() else "meta"
     weights: dict[nn.Parameter, nn.Parameter] = {}  # layers may share one
     for layer in model.modules():
         for name, weight in list(layer.named_parameters(recurse=False)):
@@ -85,11 +132,3 @@ def gather(model: nn.Module) -> None:
                 weight, nn.Parameter(whole(weight.detach()).to(keep), requires_grad=False)
             )
             setattr(layer, name, weights[weight])
-
-
-def broadcast(value: Any) -> Any:
-    """The first process's value, where rounding or memory may give the others another one."""
-    values = [value]
-    if distributed.is_initialized():
-        distributed.broadcast_object_list(values)
-    return values[0]

@@ -125,7 +125,8 @@ def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
     meta.setdefault("commit", code_version())
     meta["flags"] = list(dict.fromkeys([*meta.get("flags", ()), config.flags]))  # each command's
     if output.parent == config.run:
-        write_settings(config)
+        if not config.file.exists():
+            write_settings(config)
         meta.setdefault("settings", settings_in(config.file, config.stage))
     if meta != old and not config.overwrite:
         write_json(place, meta)

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from qlass import UserError
 from qlass.batching import Score
 from qlass.messages import State
+from qlass.records import Label, as_user_error
+from qlass.trees import read_trees
 
 HELD_OUT = 10  # every tenth tree is not trained on
 GAP = 0.05  # siblings whose q differ by less are no pair to rank
@@ -47,6 +51,16 @@ def pairs_of(tree: list[dict]) -> list[Pair]:
     """The (s, a, q) of a labelled tree, depth first: a node's action in its parent's state."""
     states = states_of(tree)
     return [Pair(states[node["parent_id"]], node["action"], node["q"]) for node in tree[1:]]
+
+
+def read_pairs(labels: Path) -> tuple[list[str], list[list[Pair]]]:
+    """The tasks and the pairs of the labelled trees in a file."""
+    trees = list(read_trees(labels, Label))
+    with as_user_error(f"{labels}: a root without", errors=KeyError):
+        pairs = list(map(pairs_of, trees))
+    if not any(pairs):
+        raise UserError(f"{labels}: no pair of (s, a) to train on")
+    return [tree[0]["task_id"] for tree in trees], pairs
 
 
 def families(pairs: list[Pair]) -> list[list[Pair]]:

@@ -162,6 +162,10 @@ class Policy:
         """log pi(a | s) of each request's actions as free text, in nats."""
         return [[self.likelihood(r.state, action) for action in r.actions] for r in requests]
 
+    def fingerprint(self) -> list[float]:
+        """log pi of the actions of the fixed question."""
+        return self.likelihoods([QUESTION])[0]
+
     def likelihood(self, state: State, action: str) -> float:
         """log pi(a | s) of one action.
 

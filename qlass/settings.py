@@ -238,10 +238,7 @@ def preset_file(preset: str, env: str) -> Path:
 
 
 def write_settings(config: Run) -> None:
-    """Begin a run, unless it is there: copy its preset to RUN/settings.toml, with what its flags
-    say of it."""
-    if config.file.exists():
-        return
+    """Begin a run: copy its preset to RUN/settings.toml, with what its flags say of it."""
     preset = preset_file(config.preset, config.env)
     text = preset.read_text(encoding="utf-8")
     own = ("model",) if config.stage == "sft" else ()

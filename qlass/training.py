@@ -14,7 +14,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,12 +21,12 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from qlass import UserError
-from qlass.device import broadcast, device_and_precision, gather, wait, whole
+from qlass.device import broadcast, divided_like, gather, is_first, wait, whole
 from qlass.files import (
     Inputs,
     atomic,
@@ -85,42 +84,6 @@ def cosine(step: int, steps: int) -> float:
     if step < rise:
         return (step + 1) / rise
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
-
-
-def autocast(config: Learning) -> torch.autocast:
-    """bf16 arithmetic on what is trained in float32, where that is the precision; else nothing. Its
-    cache would keep a bf16 copy of every weight until the update ends."""
-    place, precision = device_and_precision(config)
-    bf16 = precision == "bf16"
-    return torch.autocast(place.type, torch.bfloat16, enabled=bf16, cache_enabled=False)
-
-
-# ------------------------------------------------------------------------------- several processes
-
-
-def join(config: Learning) -> None:
-    """Join the processes that torchrun started. A process alone does nothing."""
-    place, _ = device_and_precision(config)
-    if rank_and_size()[1] > 1:
-        if place.type == "cuda":  # else each process would also open the first one's GPU
-            torch.cuda.set_device(place)
-        with as_user_error("torchrun sets RANK, WORLD_SIZE and MASTER_ADDR", errors=ValueError):
-            distributed.init_process_group(timeout=timedelta(hours=2))  # disks can be slow
-
-
-def divided_like(weight: Tensor, tensor: Tensor) -> Any:
-    """This process's rows of a tensor, if the weight is divided. A count of steps is on no GPU."""
-    if not tensor.dim():
-        return tensor if tensor.is_floating_point() else tensor.item()
-    if isinstance(weight, DTensor):
-        mesh, places = weight.device_mesh, weight.placements
-        return distribute_tensor(tensor, mesh, places, src_data_rank=None)
-    return tensor.to(weight.device)
-
-
-def is_first() -> bool:
-    """True for the process that writes."""
-    return rank_and_size()[0] == 0
 
 
 # --------------------------------------------------------------------------------- the checkpoint

@@ -10,9 +10,9 @@ from fakes import FakeEnv, dump, node
 import bellman
 from qlass import UserError
 from qlass.demonstrations import demonstrations_of, read
+from qlass.pairs import read_pairs
 from reporting.expected import read_ranges
 from reporting.results import lines_of
-from train_qnet import read_pairs
 
 
 def tree(*nodes: dict) -> str:

@@ -143,12 +143,12 @@ def test_another_recipe_is_refused_and_runtime_flags_may_differ(tmp_path):
         (sft / name).write_text("no change")
     sft = sft.rename(tmp_path / "moved")  # an input is known by its content
     assert grow(path, "--limit", "9", sft=sft, qnet=qnet) == ["t1", "t0"]  # t3 and t2 are done
-    for words, inputs, says in (
+    for words, changed, says in (
         (["--depth", "4"], {}, "depth 3, not 4 .*: another --out or --run keeps both"),
         ([], {"qnet": tmp_path / "x.meta.json"}, "another qnet"),
     ):
         with pytest.raises(UserError, match=rf"x\.jsonl was begun with {says}"):
-            begin(path, *words, **{"sft": sft, "qnet": qnet} | inputs)
+            begin(path, *words, **{"sft": sft, "qnet": qnet} | changed)
     (sft / "model.safetensors").write_text("another")
     with pytest.raises(UserError, match="begun with another sft"):
         begin(path, sft=sft, qnet=qnet)
@@ -175,12 +175,12 @@ def test_an_input_of_another_environment_is_refused(metadata, tmp_path):
 def test_another_version_of_the_environment_is_told_also_behind_stages_that_play_nothing(tmp_path, capsys):
     trees, labels, qnet = (tmp_path / name for name in ("trees.jsonl", "q_labels.jsonl", "qnet.jsonl"))
     config = flags("--run", str(tmp_path))
-    for output, world, inputs in (
+    for output, world, sources in (
         (trees, {"env_version": "0"}, {}),
         (labels, {}, {"trees": trees}),
         (qnet, {}, {"labels": labels}),
     ):
-        outputs.begin(output, config, world | {"env": "webshop"}, inputs)
+        outputs.begin(output, config, world | {"env": "webshop"}, sources)
         output.write_text("{}")
     assert not capsys.readouterr().err
     for version, told in (("0", ""), ("1", f"{qnet} is of version 0 of webshop, the rest of version 1")):

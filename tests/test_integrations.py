@@ -31,6 +31,7 @@ from qlass import UserError, models
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, replay, start, step
+from qlass.pairs import read_pairs
 from qlass.settings import Sampling
 from train_qnet import QNet, scorer
 
@@ -71,7 +72,7 @@ def test_a_qnet_learns_from_anybodys_labels_of_actions(agent, tmp_path):
     rows = [{"messages": State(tuple(talk)).dump(), "action": action, "value": value} for talk, action, value in ROWS]
     Path("rows.jsonl").write_text(dump(rows))
     labels.main(["rows.jsonl"])
-    _, trees = train_qnet.read_pairs(Path("q_labels.jsonl"))
+    _, trees = read_pairs(Path("q_labels.jsonl"))
     pairs = [(list(pair.state.messages), pair.action, pair.q) for tree in trees for pair in tree]
     assert pairs == ROWS and [len(tree) for tree in trees] == [2, 1]  # siblings of one dialogue, and another
     flags = ["--env", "mine", "--run", "mine", "--preset", "paper", "--sft", str(agent), "--epochs", "1"]
@@ -83,7 +84,7 @@ def test_trls_steps_are_a_chain():
     steps = {"prompt": "2 + 3 * 4?", "completions": ["3 * 4 = 12", "2 + 12 = 15"], "labels": [True, False]}
     Path("rows.jsonl").write_text(dump([steps]))
     labels.main(["rows.jsonl", "--out", "q.jsonl"])
-    _, [[first, second]] = train_qnet.read_pairs(Path("q.jsonl"))
+    _, [[first, second]] = read_pairs(Path("q.jsonl"))
     assert first.state.messages == (("user", "2 + 3 * 4?"),) and (first.action, first.q) == ("3 * 4 = 12", 1.0)
     assert second.state == first.state.extended(first.action, "") and (second.action, second.q) == ("2 + 12 = 15", 0.0)
 
@@ -99,7 +100,7 @@ def test_labels_that_are_none_are_refused(row, says):
     Path("rows.jsonl").write_text(dump([row]))
     with pytest.raises(UserError, match=says):
         labels.main(["rows.jsonl", "--out", "q.jsonl"])
-        train_qnet.read_pairs(Path("q.jsonl"))
+        read_pairs(Path("q.jsonl"))
 
 
 VLLM = shutil.which("vllm")

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sft
-from qlass import UserError, models, training
+from qlass import UserError, device, models
 from qlass.demonstrations import demonstrate
 from qlass.files import meta_of, read_jsonl
 from qlass.training import Training, updates_of
@@ -304,7 +304,7 @@ def test_gradient_checkpointing_keeps_no_copy_of_the_weights_in_bf16():
     config = dataclasses.replace(SETTINGS, precision="bf16", gradient_checkpointing=True)
     model = tiny_lm(CHAT, tie_word_embeddings=False).train()
     models.prepare_training(model, config)
-    with training.autocast(config), Copies() as copies:
+    with device.autocast(config), Copies() as copies:
         loss = sft.sft_loss(model, EXAMPLES)
     assert len(copies.made) == 15 and sum(not copy.expired() for copy in copies.made) == 1  # the output layer's
     assert loss.requires_grad
