@@ -10,8 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from integrations.chat_policy import ChatServer
-from integrations.servers import Remote
+from integrations.servers import Remote, Server
 from q_search import Episode, Method
 from qlass import UserError
 from qlass.batching import Candidate, Sample
@@ -82,7 +81,7 @@ def under_wordings(sample: Callable, reworder: Reworder) -> Callable:
 
 def by_server(url: str) -> Reworder:
     """Wordings by an OpenAI-compatible chat server; where it says nothing, the task's own."""
-    server = ChatServer(url)
+    server = Server(url)
     text = Remote(
         lambda asked: server.text([("user", PROMPT + asked[0])], temperature=0.7, max_tokens=ROOM, seed=asked[1])
     )

@@ -15,8 +15,7 @@ from tyro.conf import Suppress
 import envs
 import q_search
 from experiments.compare import Variant
-from integrations.chat_policy import ChatServer
-from integrations.servers import Remote
+from integrations.servers import Remote, Server
 from q_search import Episode, Method, episode
 from qlass import UserError
 from qlass.batching import Request, Score
@@ -95,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     plan = plan_of(config)
     search.load(plan)
     if config.server:
-        server = ChatServer(config.server)
+        server = Server(config.server)
         search.backends[Reflect] = Remote(lambda request: server.text(request.state.messages))
     search.play(plan)
 

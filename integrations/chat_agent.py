@@ -12,10 +12,9 @@ At each step the chat model answers M times, QNet scores the answers, and the be
 those of q_search.py too: the model alone (greedy, sample), the best of N episodes, and a random one of M answers.
 `python -m integrations.chat_trees` grows the trees from which such a QNet learns.
 
-An answer is what stands behind `</think>`, up to an observation that the model has invented. Its action follows
-"Action:", in Markdown, quotes or JSON too, if the environment knows what is left without these marks. --examples puts
-demonstrations in front of the task, as in ReAct (arXiv 2210.03629): training tasks of its type, played by the
-environment's expert. QNet does not read these.
+An answer is what stands behind `</think>`, up to an observation that the model has invented (integrations/answers.py
+finds its action). --examples puts demonstrations in front of the task, as in ReAct (arXiv 2210.03629): training tasks
+of its type, played by the environment's expert. QNet does not read these.
 
 Tokens of prompts and answers are as the server counts them: `prompt` has each page once, as with a prompt cache, and
 `usage` all that was sent and written, which is what an API bills. QNet's tokens are `scored`.
@@ -29,10 +28,9 @@ import hashlib
 import json
 import math
 import os
-import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,15 +39,15 @@ from tyro.conf import Fixed, arg
 
 import envs
 import q_search
-from integrations.chat_policy import ChatServer, Reply
-from integrations.servers import Remote
+from integrations.answers import read_answer
+from integrations.servers import Remote, Reply, Server, Turn
 from q_search import Episode, Method, methods_of
 from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Rendering
 from qlass.demonstrations import demonstrate
 from qlass.files import dumps, warn
-from qlass.messages import State, parse_action, without_thinking
+from qlass.messages import State
 from qlass.noise import uniforms
 from qlass.records import as_user_error
 from qlass.results import costs_of, describe
@@ -93,23 +91,21 @@ class ChatModel(Remote):
         super().__init__(self.draw)
         address = config.server or os.environ.get("OPENAI_BASE_URL") or OPENAI
         url = f"{address.partition('#')[0]}#{config.model}" if config.model else address
-        self.server = ChatServer(url, config.in_flight, config.timeout)
+        self.server = Server(url, config.in_flight, config.timeout)
         self.name = Path(self.server.model).name  # of a hub name or a folder its last part
-        self.output = config.out or config.run / output.format(self.name)
         with as_user_error(f"--body {config.body}: is no JSON object"):
             self.body = {**json.loads(config.body)}
         self.alone = "n" in self.body or None  # an answer to a request; None: not yet known
-        self.env = env.fork()
+        self.config, self.env = config, env.fork()
         env.side_by_side = min(EPISODES, env.side_by_side)
-        self.config = config
         self.rendering = Rendering.load(Path(os.devnull), config)  # no checkpoint's
         self.rendering.temperature = self.body.get("temperature", self.rendering.temperature)
         self.sample = self.chat = self  # its rendering is all that stages ask of an agent's Chat
-        self.examples = functools.cache(self._examples)
+        self.demonstrations = functools.cache(self.demonstrations)
         self.qnet: Any = None
         self.prompts: dict[tuple, int] = {}  # tokens, by task and messages
-        self.counts: Counter[str] = Counter()  # of answers, by what they are
-        self.ends: Counter[str] = Counter()  # of answers, by what the server says of their ends
+        self.counts: Counter[str] = Counter()  # of answers, by what they are and how they end
+        self.output = config.out or config.run / output.format(self.name)
         self.file = self.output.with_name(f"answers.{self.output.name}")
         self.answers: dict[str, Answer] = {}  # as written, by their draws
         self.usage: Counter[str] = Counter()
@@ -125,43 +121,42 @@ class ChatModel(Remote):
 
     # ------------------------------------------------------------------------------ asking the server
 
-    async def reply(self, asked: tuple, **more: Any) -> Reply:
+    async def reply(self, question: tuple, **more: Any) -> Reply[Turn]:
         """The server's reply to messages, at a temperature. more: fields that --body may leave out."""
-        messages, temperature = asked
+        messages, temperature = question
         fields = {"temperature": temperature, "max_tokens": self.rendering.max_new_tokens} | more | self.body
         return await self.server.chat(messages, **{name: x for name, x in fields.items() if x is not None})
 
     def begin(self, request: Sample, ready: Callable = bool) -> Callable[[], list[Answer]]:
         messages = list(request.state.messages)
         opening = request.state.opening
-        messages[opening:opening] = self.examples(request.key[0])
+        messages[opening:opening] = self.demonstrations(request.key[0])
         wait = super().begin((request, messages), ready)
         return lambda: self.read(request, wait())
 
-    async def draw(self, asked: tuple[Sample, list[tuple[str, str]]]) -> list[Answer]:
+    async def draw(self, question: tuple[Sample, list[tuple[str, str]]]) -> list[Answer]:
         """The answers to a request, as written: those at hand, and what the server gives."""
-        request, messages = asked
-        about = messages, request.temperature, self.rendering.max_new_tokens, self.config.body
-        about = self.server.url, self.server.answered_as, *about, self.config.seed, *request.key
+        request, messages = question
+        about = self.server.url, self.server.answered_as, messages, request.temperature
+        about += self.rendering.max_new_tokens, self.config.body, self.config.seed, *request.key
         names = [hashlib.sha256(repr((*about, k)).encode()).hexdigest()[:32] for k in range(request.n)]
         (noise,) = uniforms(1, self.config.seed, *request.key)
         while missing := [k for k in range(request.n) if names[k] not in self.answers]:
-            groups = [[k] for k in missing] if self.alone else [missing]
-            asking = []
-            for group in groups:
-                drawn = [names[k] for k in group]
-                asking.append(self.ask_for(drawn, (messages, request.temperature), int(noise * 2**30) + group[0]))
-            await asyncio.gather(*asking)
+            requests = []
+            for group in [[k] for k in missing] if self.alone else [missing]:
+                seed = int(noise * 2**30) + group[0]
+                requests.append(self.ask_for([names[k] for k in group], (messages, request.temperature), seed))
+            await asyncio.gather(*requests)
         return [self.answers[name] for name in names]
 
-    async def ask_for(self, draws: list[str], asked: tuple, seed: int) -> None:
+    async def ask_for(self, draws: list[str], question: tuple, seed: int) -> None:
         """Ask by one request for an answer of each draw, and write down what comes."""
         n, most = len(draws), self.config.max_answers or math.inf
         if self.asked + n > most:
             raise UserError(f"--max-answers {most}: no more are asked for; the same command with more goes on")
         self.asked += n
         try:
-            reply = await self.reply(asked, seed=seed, n=n if n > 1 else None)
+            reply = await self.reply(question, seed=seed, n=n if n > 1 else None)
         except UserError as error:
             refused = getattr(error.__cause__, "status_code", 0) in (400, 404, 422)
             if n == 1 or self.alone is False or not refused:
@@ -172,19 +167,18 @@ class ChatModel(Remote):
             return
         if n > 1:
             self.alone = False
-        choices, usage = reply["choices"][:n], reply["usage"]
-        messages = [choice["message"] for choice in choices]
-        self.asked -= n - len(messages)
-        if len(messages) < n:
+        choices, usage = reply.choices[:n], reply.usage
+        self.asked -= n - len(choices)
+        if len(choices) < n:
             warn("the server gives one answer to a request for several: --body '{\"n\": null}' is faster")
-        if "completion_tokens" not in usage:
+        if usage.completion_tokens is None:
             warn(f"{self.server.url} does not count the tokens that it writes: they are 0 here, and so is their cost")
         line = {
-            "draws": draws[: len(messages)],
-            "texts": [message.get("content") or message.get("refusal") or "" for message in messages],
-            "ends": [choice.get("finish_reason") or "" for choice in choices],
-            "prompt": usage["prompt_tokens"],
-            "generated": usage.get("completion_tokens", 0),
+            "draws": draws[: len(choices)],
+            "texts": [choice.message.content or choice.message.refusal or "" for choice in choices],
+            "ends": [choice.finish_reason or "" for choice in choices],
+            "prompt": usage.prompt_tokens,
+            "generated": usage.completion_tokens or 0,
         }
         self.keep(**line)
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -211,12 +205,8 @@ class ChatModel(Remote):
         self.prompts[task, messages] = prompt
         answers, counts = [], self.counts
         for answer in written:
-            said = INVENTED.sub(r"\1", without_thinking(answer.text).strip())
-            text, valid = readable(said, request.knows)
-            lines = len(LABEL.findall(said))
-            unclear = lines > 1 or not (lines or valid)
-            counts.update({"read": 1, "known": valid, "unclear": unclear, "empty": not text})
-            self.ends[answer.end] += 1
+            text, known, clear = read_answer(answer.text, request.knows)
+            counts.update({"read": 1, "known": known, "unclear": not clear, "empty": not text, answer.end: 1})
             answers.append(dataclasses.replace(answer, text=text, prompt=prompt - before))
             if counts["read"] == FIRST and not counts["known"]:
                 warn(f"the environment knows no action of the first {FIRST} answers, such as {text!r}: --examples 2")
@@ -226,8 +216,8 @@ class ChatModel(Remote):
                 warn(f"all answers to a prompt were alike, {FIRST} times: does the server draw by --temperature?")
         return answers
 
-    def _examples(self, task_id: str) -> list[tuple[str, str]]:
-        """The turns of demonstrations for a task, of others than its subject."""
+    def demonstrations(self, task_id: str) -> list[tuple[str, str]]:
+        """The turns of --examples demonstrations for a task, of others than its subject."""
         most = self.config.examples
         if not most:
             return []
@@ -244,72 +234,27 @@ class ChatModel(Remote):
 
     def cost(self, usage: dict[str, int]) -> dict[str, float]:
         """The cost by the price that the settings name; empty without one."""
-        read, written = self.config.price or (math.nan, math.nan)
-        cost = (usage["prompt"] * read + usage["generated"] * written) / 1e6
-        return {} if math.isnan(cost) else {"cost": round(cost, 6)}
+        if not self.config.price:
+            return {}
+        read, written = self.config.price
+        return {"cost": round((usage["prompt"] * read + usage["generated"] * written) / 1e6, 6)}
 
     def report(self) -> None:
         """Report the bill of this command, and answers that were not what they should be."""
         usage = self.usage - self.before
         print("billed:", json.dumps(usage | self.cost(usage)))
-        told = {name: self.counts[name] for name in ("unclear", "empty")} | self.ends
-        for name in told.keys() - WELL:
-            if told[name]:
-                warn(f"{told[name]} answers {PROBLEMS.get(name, f'ended with {name!r}')}")
+        for name, count in self.counts.items():
+            if count and name not in WELL:
+                warn(f"{count} answers {PROBLEMS.get(name, f'ended with {name!r}')}")
 
 
-WELL = {"", "stop", "eos"}  # ends of an answer that is complete
+WELL = {"", "stop", "eos", "read", "known", "several", "alike"}
 PROBLEMS = {
     "length": "were cut at their limit: --max-new-tokens",
     "content_filter": "were refused or filtered",
     "unclear": 'have no action, or several lines "Action:", of which the first is played',
     "empty": "were empty",
 }
-LABEL = re.compile(r"(?im)^(?:[\W\d_]|step\b)*action\b[ \t\d*_`]*(?::[*_]*|$)\s*")  # with a number, a heading's, bold
-MENTION = re.compile(r"(?i)\baction\b[\W_]*")  # anywhere, as in JSON
-INVENTED = re.compile(r"(?ims)(^[\W\d_]*action\b.*?)\n[\W_]*observation[*_]*:.*")
-MARKS = "*_`#>\"'{}, \n\t-"  # around an action, in Markdown, quotes and JSON
-FENCE = re.compile(r"(?s)```[^\n`]*\n(.*?)(?:\n\s*```|\Z)")
-EMPHASIS = re.compile(r"(?:\*{1,3}|`{1,3})((?:(?!\*\*|`).)+)(?:\*{1,3}|`{1,3})")
-NO_ACTION = "\ufffd"  # an environment that knows it takes any text
-
-
-def readable(text: str, knows: Callable[[str], bool]) -> tuple[str, bool]:
-    """An answer, in the environment's form if it knows the action in it; and whether it does.
-
-    The environment is asked for the whole first, then without marks, and for a part in the end. One that takes any text
-    can't tell marks from an action: there what wraps the whole is none of it.
-    """
-    for thought, action in dict.fromkeys(readings(text)):
-        answer = f"{thought.rstrip(MARKS)}\nAction: {action}".strip()
-        known = action and parse_action(answer) == action and knows(action)
-        if known and (action == bare(action) or not knows(NO_ACTION)):
-            return text if parse_action(text) == action else answer, True
-    return text, False
-
-
-def readings(text: str) -> Iterator[tuple[str, str]]:
-    """The thought and the action that an answer may have, the likeliest first."""
-    labels, fences, mentions = ([match.span() for match in p.finditer(text)] for p in (LABEL, FENCE, MENTION))
-    if not labels:
-        yield "", parse_action(text)
-    for begin, end in [*labels, *((begin, begin) for begin, _ in fences), (0, 0), *reversed(mentions)]:
-        rest = text[end:].strip()
-        if text[begin:end].count("**") % 2:  # the label's line is bold
-            rest = rest.replace("**", "", 1)
-        for part in (rest, rest.partition("\n\n")[0], rest.partition("\n")[0]):
-            for action in (part, bare(part), part.strip(MARKS + ".")):
-                yield text[:begin], action.strip()
-
-
-def bare(action: str) -> str:
-    """An action without what wraps it: emphasis, or a fence and what stands behind it; and JSON alone."""
-    if wrapped := FENCE.match(action) or EMPHASIS.fullmatch(action):
-        return wrapped[1]
-    with contextlib.suppress(ValueError):
-        value, end = json.JSONDecoder().raw_decode(action)
-        return action[:end] if isinstance(value, dict) else action
-    return action
 
 
 def announce(most: float, what: str) -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from integrations.servers import Embeddings, Remote, Server
+from integrations.servers import Embeddings, Remote, Server, sampler
 from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample, Score
 from qlass.files import meta_of, warn
 from qlass.messages import State
 from qlass.models import load_chat
-from qlass.noise import uniforms
 from qlass.policy import QUESTION
 from qlass.settings import Sampling
 
@@ -32,12 +31,11 @@ def check(server: Server, folder: Path, answer: Callable[[list], list], config: 
     """Ask a fixed question, whose answer the checkpoint's metadata have. UserError if the server's
     differs by more than `most`, or by ten times as much with --load-in: served in few bits."""
     fingerprint = meta_of(folder).get("fingerprint")
-    problem = f"{folder} has no fingerprint"
     try:
+        if not fingerprint:
+            raise Untold(f"{folder} has no fingerprint")
         (values,) = answer([QUESTION])
-    except Untold as error:
-        fingerprint, problem = None, str(error)
-    if not fingerprint:
+    except Untold as problem:
         warn(f"{problem}: whether {server.url} has these weights is not known")
         return
     difference = np.abs(np.subtract(values, fingerprint[: len(values)])).max()  # QNet's has other values behind
@@ -50,48 +48,42 @@ def check(server: Server, folder: Path, answer: Callable[[list], list], config: 
 class ServedPolicy:
     """pi(a | s) by a server that holds the checkpoint's weights; free text.
 
-    Each text has a seed of (seed, the request's key, candidate), so a server that keeps seeds gives
-    the same texts again: in bf16 only with the same --in-flight.
+    A server that keeps seeds gives the same texts again: in bf16 only with the same --in-flight.
     """
 
     def __init__(self, folder: Path, config: Sampling) -> None:
-        self.chat, self.seed = load_chat(folder, config), config.seed
+        self.chat = load_chat(folder, config)
         if self.chat.rendering.candidates == "valid":
             raise UserError("--server: the agent chooses by probabilities, which no server tells")
         self.server = Server(str(config.server), config.in_flight, config.timeout)
-        self.sample, self.likelihoods = Remote(self.texts), Remote(self.logprobs)
+        self.sample, self.likelihoods = sampler(self.text, config.seed), Remote(self.logprobs)
         check(self.server, folder, self.likelihoods, config, most=2.0)
 
-    async def texts(self, request: Sample) -> list[Candidate]:
-        return await asyncio.gather(*(self.text(request, k) for k in range(request.n)))
-
-    async def logprobs(self, request: LogProb) -> list[float]:
-        state = request.state
-        return await asyncio.gather(*(self.likelihood(state, text) for text in request.actions))
-
-    async def text(self, request: Sample, k: int) -> Candidate:
-        """Candidate k; each setting is named, else a default of the server's would act."""
+    async def text(self, request: Sample, seed: int) -> Candidate:
+        """A candidate; each setting is named, else a default of the server's would act."""
         rendering = self.chat.rendering
-        (noise,) = uniforms(1, self.seed, *request.key, k)
         options = {
             "temperature": request.temperature,
             "max_tokens": rendering.max_new_tokens,
             "stop": list(rendering.stop),
-            "seed": int(noise * 2**31),
+            "seed": seed,
             "stop_token_ids": sorted(self.chat.stop_ids),
         }
-        prompt = self.chat.prompt(request.state)
-        choice, written = await self.server.complete(prompt, **options | NEUTRAL)
-        if choice["finish_reason"] == "length":
+        reply = await self.server.complete(self.chat.prompt(request.state), **options | NEUTRAL)
+        if reply.choices[0].finish_reason == "length":
             warn(f"{self.server.url}: an action is cut at --max-new-tokens {options['max_tokens']}")
-        return Candidate(self.chat.action_in(choice["text"]), written, math.nan)
+        text = self.chat.action_in(reply.choices[0].text)
+        return Candidate(text, reply.usage.completion_tokens or 0, math.nan)
+
+    async def logprobs(self, request: LogProb) -> list[float]:
+        return await asyncio.gather(*(self.likelihood(request.state, text) for text in request.actions))
 
     async def likelihood(self, state: State, action: str) -> float:
         """log pi(a | s) of a text, in nats, where the server tells that of a prompt (vLLM)."""
         prompt = self.chat.prompt(state)
         ids = self.chat.action_tokens(action, state.task, len(prompt))
-        choice, _ = await self.server.complete(prompt + ids, max_tokens=1, prompt_logprobs=0)
-        logprobs = choice.get("prompt_logprobs")
+        reply = await self.server.complete(prompt + ids, max_tokens=1, prompt_logprobs=0)
+        logprobs = reply.choices[0].prompt_logprobs
         if not logprobs:
             raise Untold(f"{self.server.url}: tells no log-probabilities of a prompt, as vLLM does")
         of_tokens = zip(ids, logprobs[len(prompt) :], strict=True)
@@ -115,8 +107,7 @@ class ServedQNet:
         """The value at each text's last token: an embedding of one number."""
         texts = [self.chat.pair(request.state, action) for action in request.actions]
         reply = await self.server.ask("/embeddings", Embeddings, input=texts)
-        values = [e["embedding"][0] for e in sorted(reply["data"], key=lambda e: e["index"])]
-        tokens = sum(map(len, texts))
-        if reply["usage"]["prompt_tokens"] != tokens or len(values) != len(texts):
-            raise UserError(f"{self.server.url}: reads {reply['usage']}, and gives {values}")
-        return values
+        values = {entry.index: entry.embedding[0] for entry in reply.data}
+        if reply.usage.prompt_tokens != sum(map(len, texts)) or sorted(values) != [*range(len(texts))]:
+            raise UserError(f"{self.server.url}: reads {reply.usage}, and gives {values}")
+        return [values[index] for index in range(len(texts))]

@@ -1,31 +1,35 @@
 """Clients of OpenAI-compatible servers, and models that algorithms await one by one.
 
 Once a server has answered, it is waited for when it is busy or away: each question has one deadline. A reply is read by
-its type. A reply of another type, or one that counts other tokens than were sent, stops the run in one line; the same
-command goes on.
+its type. A reply of another type, of another model than before, or one that counts other tokens than were sent, stops
+the run in one line; the same command goes on.
 """
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, Literal, NotRequired, TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter
+from pydantic import Field, FiniteFloat, NonNegativeInt, TypeAdapter
 from tqdm import tqdm
-from typing_extensions import TypedDict
 
 from qlass import UserError
+from qlass.batching import Candidate, Sample
+from qlass.messages import State
+from qlass.noise import uniforms
 from qlass.records import as_user_error
 from qlass.settings import Sampling
 
 SHORT = 5  # seconds of waiting that nobody need know of
-R = TypeVar("R")
+C = TypeVar("C")
+
+# ------------------------------------------------------------------------------------------------ models elsewhere
 
 
 @functools.cache
@@ -36,7 +40,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-@dataclasses.dataclass
+@dataclass
 class Remote:
     """A model behind a server, which `drive` asks request by request."""
 
@@ -52,32 +56,75 @@ class Remote:
         return [wait() for wait in list(map(self.begin, requests))]
 
 
-class Usage(TypedDict):
+def sampler(draw: Callable[[Sample, int], Coroutine[Any, Any, Candidate]], seed: int) -> Remote:
+    """A model that draws each candidate of a request by a call of its own, with a seed for the server: of (seed, the
+    request's key, candidate)."""
+
+    async def candidates(request: Sample) -> list[Candidate]:
+        noise = [float(uniforms(1, seed, *request.key, k)[0]) for k in range(request.n)]
+        return await asyncio.gather(*(draw(request, int(x * 2**31)) for x in noise))
+
+    return Remote(candidates)
+
+
+# --------------------------------------------------------------------------------------------------------- replies
+
+
+@dataclass
+class Usage:
     """The tokens of a request and of its answer."""
 
     prompt_tokens: NonNegativeInt
-    completion_tokens: NotRequired[NonNegativeInt]
+    completion_tokens: NonNegativeInt | None = None
 
 
-class Text(TypedDict):
+@dataclass
+class Text:
+    """A choice of /completions."""
+
     text: str
     finish_reason: Literal["stop", "length"]
-    prompt_logprobs: NotRequired[list | None]
+    prompt_logprobs: list | None = None
 
 
-class Completion(TypedDict):
-    choices: tuple[Text]
+@dataclass
+class Message:
+    content: str | None = None
+    refusal: str | None = None
+
+
+@dataclass
+class Turn:
+    """A choice of /chat/completions."""
+
+    message: Message
+    finish_reason: str | None = None
+    logprobs: Any = None
+
+
+@dataclass
+class Reply(Generic[C]):
+    """The fields that are read of a completion."""
+
+    choices: Annotated[list[C], Field(min_length=1)]
     usage: Usage
+    model: str | None = None
 
 
-class Embedding(TypedDict):
+@dataclass
+class Embedding:
     index: int
     embedding: tuple[FiniteFloat]
 
 
-class Embeddings(TypedDict):
+@dataclass
+class Embeddings:
     data: list[Embedding]
     usage: Usage
+    model: str | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------- a server
 
 
 class Server:
@@ -100,9 +147,10 @@ class Server:
             seconds = openai.Timeout(timeout / 2, connect=min(60, timeout / 2))
             self.client = openai.AsyncOpenAI(base_url=address, api_key=key, timeout=seconds, max_retries=0)
         self.answered = False
+        self.answered_as: str | None = None  # the model's name in replies: an alias may come to mean another model
         self.late: set[Any] = set()  # questions that wait for a server that is busy or away
 
-    async def ask(self, path: str, kind: type[R], **body: Any) -> R:
+    async def ask(self, path: str, kind: Any, **body: Any) -> Any:
         """The reply to a question, by its type. UserError with what the server says instead."""
         task = asyncio.current_task()
         async with self.room:
@@ -113,7 +161,11 @@ class Server:
             tqdm.write(f"{self.url}: answers again", file=sys.stderr)  # not on the line of a progress bar
         self.late.discard(task)
         with as_user_error(f"{self.url}: it answers {text!r:.400}"):
-            return TypeAdapter(kind).validate_json(text)
+            reply = TypeAdapter(kind).validate_json(text)
+        self.answered_as = self.answered_as or reply.model
+        if reply.model and reply.model != self.answered_as:
+            raise UserError(f"{self.url}: it answered as {self.answered_as}, and now as {reply.model}")
+        return reply
 
     async def post(self, path: str, body: dict) -> str:
         """The text of a reply. A server that is busy or away is asked until the deadline, or twice if it has never
@@ -121,9 +173,9 @@ class Server:
         import openai
 
         clock, problem = asyncio.get_running_loop().time, ""
-        end = clock() + self.timeout
+        start = clock()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(end):
+            async with asyncio.timeout(self.timeout):
                 for tries in itertools.count():
                     try:
                         return await self.client.post(path, cast_to=str, body=body)
@@ -131,12 +183,13 @@ class Server:
                         if tries and not self.answered:
                             raise
                         problem = str(error)
-                        again = clock() + max(min(2**tries / 2, 8), retry_after(error))
-                    if again > end:
+                        pause = max(min(2**tries / 2, 8), retry_after(error))
+                    waits = clock() - start + pause
+                    if waits > self.timeout:
                         break
-                    if again > end - self.timeout + SHORT:
+                    if waits > SHORT:
                         self.report_wait(problem)
-                    await asyncio.sleep(again - clock())
+                    await asyncio.sleep(pause)
         raise ValueError(f"no answer in {self.timeout} seconds (--timeout) {problem}")
 
     def report_wait(self, problem: str) -> None:
@@ -145,13 +198,21 @@ class Server:
             tqdm.write(f"{self.url}: is busy or away: waiting for it, {most}: {problem}", file=sys.stderr)
         self.late.add(asyncio.current_task())
 
-    async def complete(self, prompt: list[int], **options: Any) -> tuple[Text, int]:
-        """The completion of a prompt of token ids, and how many tokens it wrote."""
-        reply = await self.ask("/completions", Completion, prompt=prompt, **options)
-        usage = reply["usage"]
-        if usage["prompt_tokens"] != len(prompt):
-            raise UserError(f"{self.url}: reads {len(prompt)} tokens as {usage}")
-        return reply["choices"][0], usage.get("completion_tokens", 0)
+    async def complete(self, prompt: list[int], **options: Any) -> Reply[Text]:
+        """The completion of a prompt of token ids."""
+        reply = await self.ask("/completions", Reply[Text], prompt=prompt, **options)
+        if reply.usage.prompt_tokens != len(prompt):
+            raise UserError(f"{self.url}: reads {len(prompt)} tokens as {reply.usage}")
+        return reply
+
+    async def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> Reply[Turn]:
+        """The completion of messages (role, content), which the server renders itself."""
+        return await self.ask("/chat/completions", Reply[Turn], messages=State(tuple(messages)).dump(), **options)
+
+    async def text(self, messages: Iterable[tuple[str, str]], **options: Any) -> str:
+        """The text that follows messages; empty if the server gives none."""
+        reply = await self.chat(messages, **options)
+        return reply.choices[0].message.content or ""
 
 
 def retry_after(error: Any) -> float:

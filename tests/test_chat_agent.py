@@ -14,7 +14,7 @@ from fakes import FakeEnv, FakeServer, chat_completion, over, tiny_lm, word_chat
 import bellman
 import train_qnet
 from integrations import chat_agent, chat_trees
-from integrations.chat_agent import INVENTED, readable
+from integrations.answers import read_answer
 from qlass import UserError
 from qlass.batching import Score
 from qlass.files import meta_of, read_jsonl
@@ -293,17 +293,17 @@ ANSWERS = [  # what the environment knows, an answer, and the action in it
 
 @pytest.mark.parametrize(("knows", "text", "action"), ANSWERS)
 def test_the_environment_is_asked_for_the_whole_then_without_marks_then_for_a_part(knows, text, action):
-    said = INVENTED.sub(r"\1", text)
-    answer, known = readable(said, knows)
+    answer, known, _ = read_answer(text, knows)
     assert known == (action is not None) and parse_action(answer) == (action or parse_action(text))
 
 
 def test_what_a_chat_model_wrote_is_played(fake):
     """No mark ends an action's own lines, and none is taken away from what the environment knows."""
     for action in ("write\n---\nname: x\n---", "say *hello*.", "`x`"):
-        assert readable(f"Action: {action}", functools.partial(operator.eq, action)) == (f"Action: {action}", True)
-    assert readable("Action: say *hello*.", lambda action: False) == ("Action: say *hello*.", False)
-    assert readable("", bool) == ("", False)
+        answer = read_answer(f"Action: {action}", functools.partial(operator.eq, action))
+        assert answer == (f"Action: {action}", True, True)
+    assert read_answer("Action: say *hello*.", lambda action: False) == ("Action: say *hello*.", False, True)
+    assert read_answer("", bool) == ("", False, False)
 
 
 def test_a_report_names_the_model_and_what_it_was_billed(fake, tmp_path):
