@@ -61,11 +61,7 @@ class Switches(TextEnv):
         for action in [*actions, "done"]:
             yield self.thought(action), action
 
-    def candidates(self) -> list[tuple[str, str]]:
-        """Each valid action with the thought that the expert would write: the tiny model chooses among these."""
-        return [(self.thought(action), action) for action in self.valid_actions()]
-
     def thought(self, action: str) -> str:
-        """The lamp as the agent sees it: the same words for a right action and for a wrong one."""
+        """The lamp as the agent sees it: the tiny model chooses among valid actions, each with its thought."""
         lamp = action.removeprefix("switch ")
         return "That is all." if action == "done" else f"{lamp} is {'on' if lamp in self.on else 'off'}."

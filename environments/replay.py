@@ -123,15 +123,17 @@ def compare(demonstration: Demonstration, fork: TextEnv) -> tuple[float, dict[st
     fork.agreement = "OK" if state.opening else ""  # without one the first message holds the instruction too
     problems: dict[str, str] = {}
     valid, reward = False, 0.0
-    turns = zip([*state.actions, ""], [*state.observations, ""], strict=True)
-    for (action, page), move in zip(turns, replay(fork, str(demonstration.task_id), state.actions), strict=False):
+    moves = replay(fork, str(demonstration.task_id), state.actions)
+    for action, page, move in zip(state.actions, state.observations, moves, strict=False):  # each move leads to a page
         if not move.action:  # the task's start
             fork.forget()
-        reward = move.reward
         answer = move.state.observation + " [the end]" * move.done
-        if action and answer != page:
+        if answer != page:
             problems.setdefault("other pages than recorded", difference(answer, page))
-        valid = valid or (bool(action) and fork.knows(parse_action(action)))
+        valid = valid or fork.knows(parse_action(action))
+        reward = move.reward
+    for move in moves:  # the one of the last action
+        reward = move.reward
     if recorded is not None and abs(reward - recorded) >= 0.01:
         problems["another reward than recorded"] = f"{reward:g} in place of {recorded:g}"
     if not valid:

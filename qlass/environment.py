@@ -225,12 +225,16 @@ class TextEnv(gymnasium.Env):
         """A player that knows the task and the pages shown so far, unless it is `omniscient`."""
         raise UserError(f"{self.name} has no expert: --expert FILE, or --no-expert")
 
-    def candidates(self) -> list[tuple[str, str]]:
-        """(thought, action) of every valid action in the state at hand, for `--candidates valid`.
+    def thought(self, action: str) -> str:
+        """The thought before a candidate, the same for a right action and for a wrong one.
 
-        A thought says only what follows from the task, the pages so far and the valid actions.
+        It says only what follows from the task, the pages so far and the valid actions.
         """
-        return [("", action) for action in self.valid_actions()]
+        return ""
+
+    def candidates(self) -> list[tuple[str, str]]:
+        """(thought, action) of every valid action in the state at hand, for `--candidates valid`."""
+        return [(self.thought(action), action) for action in self.valid_actions()]
 
     def reseed(self, seed: int) -> None:
         """Use other random numbers from here on. A restored state brings its own."""

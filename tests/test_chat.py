@@ -1,5 +1,6 @@
 """States, actions, marks and how they become tokens under the chat templates of real model families."""
 
+import numpy as np
 import pytest
 from fakes import CHATML, LLAMA_2, TEMPLATES, chat_tokenizer, word_chat
 from hypothesis import given, settings
@@ -43,9 +44,9 @@ def test_what_react_writes_parse_action_reads(thought, action):
 
 def test_noise_depends_on_its_key_alone():
     keys = [(0, "task", 1), (1, "task", 1), (0, "task", 2), (0, "task1", 1), (0, "task", "1")]
-    noise = [uniforms(5, *key) for key in keys]
-    assert len({a[0] for a in noise}) == len(keys) and all(((a >= 0) & (a < 1)).all() for a in noise)
-    assert (uniforms(3, *keys[0]) == noise[0][:3]).all()
+    noise = np.array([uniforms(5, *key) for key in keys])
+    assert len({*noise[:, 0]}) == len(keys) and 0 <= noise.min() <= noise.max() < 1
+    assert (uniforms(3, *keys[0]) == noise[0, :3]).all()
 
 
 PRICES = "a red hat, and price lower than 60.00 dollars"

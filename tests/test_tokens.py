@@ -49,14 +49,14 @@ STATES = [FIRST, FIRST.extended("Thought: find", "Observation: nothing happens")
 sizes = st.tuples(st.integers(1, 40), st.integers(0, 50))
 
 
-@given(st.lists(sizes, max_size=15), st.integers(1, 300), st.sampled_from([0, 0.75]))
+@given(st.lists(sizes, min_size=1, max_size=15), st.integers(1, 300), st.sampled_from([0, 0.75]))
 def test_batches_hold_every_item_once_within_the_budget(items, budget, min_fill):
     """Items of unlike length, and tokens in a cache: all of a group are padded to its longest."""
-    every, before = [length for length, _ in items], [cached for _, cached in items]
+    every, before = zip(*items, strict=True)
     groups = list(batches(every, budget, before, min_fill))
     assert sorted(itertools.chain(*groups)) == list(range(len(items)))
     for group in groups:
-        lengths, cached = [every[i] for i in group], [before[i] for i in group]
+        lengths, cached = zip(*(items[i] for i in group), strict=True)
         assert len(group) == 1 or (max(lengths) + max(cached)) * len(group) <= budget
         assert min(lengths) >= min_fill * max(lengths)
 
@@ -168,26 +168,33 @@ def test_logits_that_are_not_finite_are_refused(kind):
             call()
 
 
+@pytest.fixture
+def write(monkeypatch):
+    """Draws a text from an agent of random weights, as far as the agent goes on with it."""
+
+    def candidate(kind, chat, text):
+        ids = iter(chat.tokenizer.encode(text, add_special_tokens=False))
+        monkeypatch.setattr(kind, "draw", lambda *_: (torch.tensor([next(ids)]), torch.zeros(1)))
+        return kind(tiny_lm(chat), chat).sample([Sample(FIRST, 1, ("t",), 1.0)])[0][0]
+
+    return candidate
+
+
 @pytest.mark.parametrize("kind", [Policy, FastPolicy])
-def test_a_stop_text_that_the_prompt_begins_ends_no_answer(kind, monkeypatch):
+def test_a_stop_text_that_the_prompt_begins_ends_no_answer(kind, write):
     """The prompt ends with a line break, and the agent writes the rest of "\\nObservation:"."""
     chat = Chat(chat_tokenizer("chatml"), Rendering(max_new_tokens=20))
-    ids = iter(chat.tokenizer.encode("Observation: a\nTask: b", add_special_tokens=False))
-    agent = kind(tiny_lm(chat), chat)
-    monkeypatch.setattr(agent, "draw", lambda logits, *_: (torch.tensor([next(ids)]), torch.zeros(1)))
-    ((candidate,),) = agent.sample([Sample(FIRST, 1, ("t",), 1.0)])
+    candidate = write(kind, chat, "Observation: a\nTask: b")
     assert candidate.text == "Observation: a" and chat.tokenizer.decode(candidate.ids).endswith("a\nTask:")
 
 
 @pytest.mark.parametrize(("kind", "limit"), [(Policy, 31), (FastPolicy, 32)])
-def test_a_thought_beyond_the_limit_is_told(kind, limit, monkeypatch, capsys):
-    chat = Chat(chat_tokenizer("chatml"), Rendering(max_new_tokens=limit))
-    for text, told in (("Action: left<|im_end|>", False), ("<think>" + "and on " * limit, True)):
-        ids = iter(chat.tokenizer.encode(text, add_special_tokens=False))
-        agent = kind(tiny_lm(chat), chat)
-        monkeypatch.setattr(agent, "draw", lambda logits, *_, ids=ids: (torch.tensor([next(ids)]), torch.zeros(1)))
-        agent.sample([Sample(FIRST, 1, ("t",), 1.0)])
-        assert (f"an action is cut at --max-new-tokens {limit}" in capsys.readouterr().err) == told
+def test_a_thought_beyond_the_limit_gets_a_warning(kind, limit, write, capsys):
+    chat, warning = Chat(chat_tokenizer("chatml"), Rendering(max_new_tokens=limit)), "an action is cut at"
+    write(kind, chat, "Action: left<|im_end|>")
+    assert warning not in capsys.readouterr().err
+    write(kind, chat, "<think>" + "and on " * limit)
+    assert f"{warning} --max-new-tokens {limit}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stop", ["\nObservation:", "\n观察：", "🙂"])
@@ -195,13 +202,11 @@ def test_a_thought_beyond_the_limit_is_told(kind, limit, monkeypatch, capsys):
 def test_a_stop_text_of_any_letters_ends_a_turn_where_it_stands(name, stop):
     """A letter may be several tokens."""
     chat = Chat(chat_tokenizer(name), Rendering(stop=(stop,)))
-    (before, after), ids = ["Action: left", " and on and on"], []
-    for token in chat.tokenizer.encode(before + stop + after, add_special_tokens=False):
-        ids.append(token)
-        if chat.ended(ids):
-            break
-    assert stop in chat.tokenizer.decode(ids) and "and on and" not in chat.tokenizer.decode(ids)
-    assert chat.text(ids) == before
+    ids = chat.tokenizer.encode(f"Action: left{stop} and on and on", add_special_tokens=False)
+    end = next(end for end in range(1, len(ids)) if chat.ended(ids[:end]))
+    written = chat.tokenizer.decode(ids[:end])
+    assert stop in written and "and on and" not in written
+    assert chat.text(ids[:end]) == "Action: left"
 
 
 class Number(int, Request):
@@ -234,18 +239,17 @@ def test_episodes_come_as_they_finish_or_in_their_order():
 def test_requests_of_one_type_are_answered_in_one_call():
     calls = []
 
-    async def episode(i: int) -> tuple:
-        one = await Number(i)
+    async def episode(i: int) -> int:
+        first = await Number(i)
         if i % 2:
             await Digit(i)
-        return one, await Number(10 * i)
+        return first + await Number(10 * i)
 
     def answer(asked: list) -> list:
         calls.append(asked)
         return [2 * number for number in asked]
 
-    answers = {Number: answer, Digit: answer}
-    assert sorted(drive(map(episode, range(3)), answers, 3)) == [(2 * i, 20 * i) for i in range(3)]
+    assert sorted(drive(map(episode, range(3)), dict.fromkeys((Number, Digit), answer), 3)) == [0, 22, 44]
     assert calls == [[0, 1, 2], [0, 20], [1], [10]]  # the most frequent kind first
 
 
@@ -283,26 +287,23 @@ def test_values_behind_remembered_prompts_are_the_plain_ones(room, row, budget, 
 def test_a_step_costs_its_last_turn_and_the_actions():
     second = FIRST.extended("Action: left", "Observation: you stand")
     third = second.extended("Action: left", "Observation: nothing happens")
-    fast, actions, costs = FastQNet(QNet(MODEL.model, CHAT)), TokenTree(), []
-    for action in ACTIONS:
-        actions.add(CHAT.action_tokens(action, ""))
+    fast, costs = FastQNet(QNet(MODEL.model, CHAT)), []
+    actions = TokenTree().growth(*(CHAT.action_tokens(action, "") for action in ACTIONS))
     for state in (FIRST, second, third, third):
         fast.memory.clear()
-        before = fast.cache.computed
+        fast.cache.computed = 0
         fast.score([Score(state, ACTIONS)])
-        costs.append(fast.cache.computed - before - len(actions))
+        costs.append(fast.cache.computed - actions)
     # "Action: left <end>" and "<user> Observation: you stand <agent>", then "... nothing happens ..."
     assert costs == [len(CHAT.prompt(FIRST)), 3 + 5, 3 + 5, 3 + 5]  # the last turn is always fresh
 
 
 def test_a_tree_costs_its_unique_tokens():
-    pairs, tree = [(s, a) for s in FAMILY for a in ACTIONS[:2]], TokenTree()
-    for s, a in pairs:
-        tree.add([*CHAT.prompt(s), *CHAT.action_tokens(a, "")])
+    size = TokenTree().growth(*(CHAT.pair(state, action) for state in FAMILY for action in ACTIONS[:2]))
     policy, net = FastPolicy(MODEL, CHAT), FastQNet(QNet(MODEL.model, CHAT))
     policy.likelihoods([LogProb(s, ACTIONS[:2]) for s in FAMILY])
     net.score([Score(s, ACTIONS[:2]) for s in FAMILY])
-    assert net.cache.computed == policy.cache.computed == len(tree)
+    assert net.cache.computed == policy.cache.computed == size
 
 
 def test_a_trie_is_read_down_to_its_last_branching():

@@ -65,14 +65,13 @@ def test_a_limit_of_tasks_per_product_keeps_the_first(tmp_path, limit, kept):
 
 
 def test_only_the_bundled_shop_has_tasks_that_choices_were_made_on_apart_from_its_test_split():
-    env, own = envs.make("webshop"), envs.make("webshop", human_goals=True)
-    tuning, test = env.task_ids("tuning"), env.task_ids("test")
+    env, people = envs.make("webshop"), envs.make("webshop", human_goals=True)
     everything = webshop_data.splits(env.shop.owners, env.shop.shares)["test"]
     in_order = fair_order(map(str, everything), env.task_type)
-    assert (tuning, test) == (in_order[:400], in_order[400:])
+    assert [env.task_ids(split) for split in ("tuning", "test")] == [in_order[:400], in_order[400:]]
     with pytest.raises(UserError, match="unknown split 'tuning'"):
-        own.task_ids("tuning")
-    assert len(own.task_ids("test")) == 147
+        people.task_ids("tuning")
+    assert len(people.task_ids("test")) == 147
 
 
 SHIRT = {
@@ -176,25 +175,26 @@ def test_options_are_kept_on_sub_pages_replaced_by_name_and_dropped_on_the_way_b
 def test_rewards_by_hand(shop, actions, expected):
     env = shop()
     assert play(env, *actions)[1] == 0
-    observation, reward, done, truncated, info = env.step("click[buy now]")
-    assert (reward, done, truncated) == (pytest.approx(expected), True, False) and info["valid_actions"] == []
-    assert observation.endswith(f"[SEP] {reward} [SEP] Reward Details [SEP] None") and "Your score" in observation
-    assert "score" not in env.message(observation) and env.message(observation).endswith("[SEP] Goal [SEP] None")
+    observation, *outcome, info = env.step("click[buy now]")
+    assert (*outcome, info["valid_actions"]) == (pytest.approx(expected), True, False, [])
+    score = f"[SEP] Reward [SEP] Your score (min 0.0, max 1.0) [SEP] {outcome[0]} [SEP] Reward Details [SEP] None"
+    assert f"{env.message(observation)} {score}" == f"Observation:\n{observation}"  # no step's score may read it
 
 
 def test_type_of_the_product(shop):
-    def r_type(nouns, **fields):
-        titles = {GOAL["name"]: list("abcdefghijk"), "Other": list(nouns)}
-        env = shop([SHIRT, JUMPER | {"name": "Other"} | fields])
-        env.shop.find_nouns = lambda product: titles[product.title]
-        return env.shop.match(0, env.shop.position("A000000002"))["r_type"]
-
     far = {"product_category": "Clothing › Jumpers"}
-    assert r_type("x") == 0  # no common noun, though two common breadcrumbs
-    assert r_type("a") == 0.1  # 1 of 11
-    assert r_type("ab", **far) == 0.5  # 2 of 11
-    assert r_type("ab") == r_type("abc", **far) == 1  # with two common breadcrumbs
-    assert r_type("ab", **far, query="Shirts ") == 1
+    for nouns, fields, r_type in (
+        ("x", {}, 0),  # no common noun, though two common breadcrumbs
+        ("a", {}, 0.1),  # 1 of 11
+        ("ab", far, 0.5),  # 2 of 11
+        ("ab", {}, 1),  # with two common breadcrumbs
+        ("abc", far, 1),
+        ("ab", far | {"query": "Shirts "}, 1),
+    ):
+        titles = {GOAL["name"]: "abcdefghijk", "Other": nouns}
+        env = shop([SHIRT, JUMPER | {"name": "Other"} | fields])
+        env.shop.find_nouns = lambda product, titles=titles: titles[product.title]
+        assert env.shop.match(0, env.shop.position("A000000002"))["r_type"] == r_type
 
 
 def test_terms_similar_texts_and_plain_colours():
@@ -206,8 +206,9 @@ def test_terms_similar_texts_and_plain_colours():
     other = ("machine wash", "hand wash"), ("3 pack", "4 pack"), ("!!!", "!!!")
     for a, b in (*alike, *other):
         assert webshop.similar(a, b) is webshop.similar(b, a) is ((a, b) in alike)
-    colours = "dark blue", "standard", "xl", ("color", "wine"), ("color", "dark wine")
-    assert [webshop.plain_color(v) for v in colours] == ["blue", "tan", "xl", "wine", "('color', 'dark wine')"]
+    colours = {"dark blue": "blue", "standard": "tan", "xl": "xl", ("color", "wine"): "wine"}
+    colours["color", "dark wine"] = "('color', 'dark wine')"
+    assert {value: webshop.plain_color(value) for value in colours} == colours
 
 
 def test_nouns_of_a_title_and_queries_of_an_instruction(shop):
@@ -249,10 +250,6 @@ def test_bm25_against_the_formula(documents, query):
     found, scores = index.top(query)
     assert sorted(found) == [i for i, score in enumerate(expected) if score]
     assert scores.tolist() == pytest.approx([expected[i] for i in found], rel=1e-4)
-    ranks = list(zip(-scores, found, strict=True))
-    assert ranks == sorted(ranks)
-    best = index.top(query, k=2)
-    assert best[0].tolist() == found[:2].tolist() and best[1].tobytes() == scores[:2].tobytes()
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 50])
@@ -276,22 +273,21 @@ def test_the_best_documents_are_those_of_a_full_sort(share, k):
 
 
 def test_the_best_value_in_reach_is_that_behind_the_best_action():
-    env, rng, checked = envs.make("webshop"), random.Random(0), 0
+    env, rng, worth_while = envs.make("webshop", max_steps=None), random.Random(0), 0
     for task in rng.sample(env.task_ids("all"), 20):
         env.reset(options={"task_id": task})
         if int(task) % 2:  # a search that leads astray
             env.step(f"search[{rng.choice(env.shop.products).title}]")
         while env.valid_actions() and env.steps < 7:
-            _, _, *here = env.snapshot()  # task, steps and the rest
+            here = env.snapshot()
             for left in range(1, 6):
-                before, values = (task, env.max_steps - left, *here), []
+                env.max_steps, values = env.steps + left, []
                 for action in env.valid_actions():
-                    env.restore(before)
                     _, reward, done, *_ = env.step(action)
                     values.append(reward if done else env.optimal_value(gamma=0.9))
-                env.restore(before)
+                    env.restore(here)
                 assert env.optimal_value(gamma=0.9) == pytest.approx(0.9 * max(values))
-                checked += max(values) > 0
-            env.restore((task, 0, *here))
+                worth_while += max(values) > 0
+            env.max_steps = None
             env.step(rng.choice(env.valid_actions()))
-    assert checked > 20
+    assert worth_while > 20

@@ -13,6 +13,7 @@ All texts, admissible commands and goals agree with TextWorld's (tests/test_alfw
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -105,7 +106,7 @@ class Game:
             f"{BANNER}You are in the middle of a room. Looking quickly around you, you see {appliances}."
             f"\n\nYour task is to: {self.task}"
         )
-        self._anyway: dict[str, dict[str, Command]] = {}
+        self._anyway = functools.cache(self._commands_anyway)
 
     # ---------------------------------------------------------------------------------------------------- commands
     def finish(self, state: World) -> World:
@@ -115,11 +116,8 @@ class Game:
         return receptacle not in self.traits["openable"] or receptacle in state.opened
 
     def _commands(self, state: World) -> dict[str, Command]:
-        location = state.location
-        if location not in self._anyway:
-            self._anyway[location] = self._commands_anyway(location)
-        commands = self._anyway[location].copy()
-        for receptacle in self.at.get(location, ()):
+        commands = self._anyway(state.location).copy()
+        for receptacle in self.at.get(state.location, ()):
             self._add_commands_at(receptacle, state, commands)
         if state.hand is not None:
             self._add_commands_in_hand(state.hand, state, commands)

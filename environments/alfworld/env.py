@@ -130,18 +130,15 @@ class ALFWorldEnv(TextEnv):
     def valid_actions(self) -> list[str]:
         return [command for command in sorted(self.state.commands) if command != "help"]
 
-    def candidates(self) -> list[tuple[str, str]]:
-        """Each with a thought on what was seen so far of its object and what the task asks; nothing hidden enters."""
-        return [(self._thought(action), action) for action in self.valid_actions()]
-
-    def _thought(self, action: str) -> str:
+    def thought(self, action: str) -> str:
+        """What was seen so far of its object and what the task asks; nothing hidden enters."""
         return self.memory.thought(action) if self.thoughts else ""
 
     def expert(self, task_id: str) -> Player:
         """Searches the likeliest places first, remembers what it saw, then does what the task asks. It knows the texts
         and commands so far, and from the training games how often such things lie in such places."""
         while not self.state.won and (action := self.memory.decide()):  # None: nothing is left to search
-            yield self._thought(action), action
+            yield self.thought(action), action
 
     def rules(self) -> dict[str, Callable[[], Player]]:
         """The searching expert is itself a rule: nothing in it is learned but the rates."""
@@ -150,7 +147,7 @@ class ALFWorldEnv(TextEnv):
     def oracle(self, task_id: str) -> Player:
         """The shortest plan of a player who knows where everything is: the game file's own, else ours."""
         for action in self.game.walkthrough or plans.plan(self.game, self.game.start) or ():
-            yield self._thought(action), action
+            yield self.thought(action), action
 
     def save(self) -> tuple:
         return self.state, self.memory, self.feedback

@@ -145,12 +145,12 @@ class Memory:
     def decide(self) -> str | None:
         """The next command of a sensible person; None if everything was searched in vain."""
         if not self.hand:
-            return self._fetch()
+            return self._find(self.wish.object)
         if kind(self.hand) != self.wish.object:
             fits = [r for r in self.receptacles if self.rate(kind(self.hand), r)]
             return self._place(min(fits or self.receptacles, key=self.cost))
         if self.wish.kind == "look":
-            return self._light()
+            return self._find(self.wish.target)
         if not self.ready(self.hand):
             return self._treat()
         targets = [r for r in self.receptacles if kind(r) == self.wish.target]
@@ -158,24 +158,15 @@ class Memory:
             targets = list(self.in_place.values())
         return self._place(min(targets, key=self.cost)) if targets else None
 
-    def _nearest(self, wanted: str) -> tuple[str, str] | None:
-        """The seen object of a type with the fewest steps to its receptacle, and the receptacle."""
+    def _find(self, wanted: str) -> str | None:
+        """Take the object, or use the lamp, that was seen the fewest steps from here, or search for one."""
         places = self.whereabouts[wanted].items()
-        return min(places, key=lambda place: self.cost(place[1]), default=None)
-
-    def _fetch(self) -> str | None:
-        nearest = self._nearest(self.wish.object)
-        if nearest is None:
-            return self._search(self.wish.object)
-        o, receptacle = nearest
-        return self._reach(receptacle) or f"take {o} from {receptacle}"
-
-    def _light(self) -> str | None:
-        nearest = self._nearest(self.wish.target)
-        if nearest is None:
-            return self._search(self.wish.target)
-        lamp, receptacle = nearest
-        return f"use {lamp}" if receptacle in self.near else f"go to {receptacle}"
+        if not places:
+            return self._search(wanted)
+        o, receptacle = min(places, key=lambda place: self.cost(place[1]))
+        if wanted == self.wish.object:
+            return self._reach(receptacle) or f"take {o} from {receptacle}"
+        return f"use {o}" if receptacle in self.near else f"go to {receptacle}"  # its light needs no open door
 
     def _treat(self) -> str | None:
         treatment = self.wish.treatment

@@ -158,9 +158,6 @@ class Games:
         self.load = functools.lru_cache(maxsize=512)(self._load)
         self._listed = functools.cache(self._list)
 
-    def __reduce__(self) -> tuple:  # files are read again where a pickle is
-        return Games, (self.root,)
-
     def ids(self, split: str) -> list[str]:
         folders = pick(SPLITS, split, "alfworld: unknown split")
         tasks = [task for folder in folders for task in self._listed(folder)]

@@ -127,11 +127,7 @@ def _targets(game: Game, state: World) -> list[str]:
     target = game.goal.target
     if game.goal.kind != "look":
         return [r for r in game.location if game.kinds[r] == target]
-
-    def has_lamp(receptacle: str) -> bool:
-        return any(game.kinds.get(o) == target for o in state.contents[receptacle])
-
-    return list(filter(has_lamp, state.contents))
+    return [r for r, objects in state.contents.items() if target in map(game.kinds.get, objects)]
 
 
 def _ready(game: Game, state: World, target: str) -> frozenset[str]:

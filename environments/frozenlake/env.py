@@ -101,13 +101,9 @@ class FrozenLakeEnv(TextEnv):
     def valid_actions(self) -> list[str]:
         return list(lake.MOVES) if lake.kind(self.lake, self.cell) == "ice" else []
 
-    def candidates(self) -> list[tuple[str, str]]:
-        return [(self._thought(move), move) for move in self.valid_actions()]
-
-    def _thought(self, move: str) -> str:
-        """The cell that a random map shows in that direction, the same words for a right and a wrong move. A fixed map
-        is to be known by heart: no thoughts."""
-        return f"{move} is {lake.ahead(self.lake, self.cell, move)}" if self.new_map else ""
+    def thought(self, action: str) -> str:
+        """The cell that a random map shows in that direction. A fixed map is to be known by heart: no thoughts."""
+        return f"{action} is {lake.ahead(self.lake, self.cell, action)}" if self.new_map else ""
 
     def expert(self, task_id: str) -> Player:
         """The optimal policy for gamma = 0.9 but for straying; the task id decides among equals and when to stray.
@@ -129,7 +125,7 @@ class FrozenLakeEnv(TextEnv):
         while self.valid_actions():
             least = 0.0 if rng.random() < stray else q[self.cell].max() - 1e-9
             move = lake.MOVES[rng.choice(np.flatnonzero(q[self.cell] > least))]
-            yield self._thought(move), move
+            yield self.thought(move), move
 
     def save(self) -> int:
         return self.cell

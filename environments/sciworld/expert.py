@@ -139,7 +139,7 @@ def wordings(action: str) -> list[str]:
 def expert_plan(task: Task) -> tuple[str, ...]:
     """The first form of the simulator's own solution, from the shortest to the original, that reaches the full score in
     a replay; else the one that scores most."""
-    gold = simulators().solution(task)
+    gold = simulators().ask(task, None, "solution", lambda simulator: simulator.load(task, gold=True))
     forms = [shorten(gold, True, True), shorten(gold, True, False), shorten(gold, False, False), gold]
     best: tuple[float, tuple[str, ...]] = (-1.0, ())
     for actions, listed in itertools.product(dict.fromkeys(map(tuple, forms)), (True, False)):

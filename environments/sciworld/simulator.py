@@ -253,9 +253,6 @@ class Simulators:
         self.running = [s for s in self.running if s is not simulator] + [simulator]
         return simulator
 
-    def solution(self, task: Task) -> list[str]:
-        return self.ask(task, None, "solution", lambda s: s.load(task, gold=True))
-
     def description(self, task: Task) -> str:
         return self.ask(task, (), "description", lambda s: s.engine.freeActionTaskDesc())
 
@@ -280,9 +277,6 @@ class Simulators:
             return {name: simulator.engine.getTaskMaxVariations(name) for name in names}
 
         return self.ask(Task("boil", 0), (), "variations", count)  # they are known once a task is loaded
-
-    def __reduce__(self) -> tuple:  # of whichever process a pickle is in
-        return simulators, (), {"size": self.size}
 
     def close(self) -> None:
         """End all simulators; the next question starts one again."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,14 +108,7 @@ RECEIPT = (
 )
 
 
-MEMOISED = {
-    "search": 1 << 14,
-    "queries": 1 << 14,
-    "results": 1 << 12,
-    "item": 1 << 14,
-    "nouns": 1 << 16,
-    "match": 1 << 18,
-}
+MEMOISED = {"search": 14, "queries": 14, "results": 12, "item": 14, "nouns": 16, "match": 18}  # 2 ** so many answers
 
 
 class Shop:
@@ -144,10 +137,7 @@ class Shop:
             title_nouns = own
         self.find_nouns = noun_finder(title_nouns)
         for name, size in MEMOISED.items():
-            setattr(self, name, lru_cache(size)(getattr(self, name)))
-
-    def __reduce__(self) -> tuple:
-        return self.call, ()
+            setattr(self, name, lru_cache(1 << size)(getattr(self, name)))
 
     def search(self, query: str) -> tuple[int, ...]:
         """The positions of at most 50 products, best first."""
@@ -158,16 +148,16 @@ class Shop:
 
     # ---------------------------------------------------------------------------------------------------- pages
     def page(self, session: Session) -> Page:
-        kind = session.page
-        if kind == "start":
-            return START
-        if kind == "results":
-            return self.results(session.query, session.number)
-        if kind == "item":
-            return self.item(session.product)
-        if kind == "done":
-            return self.done(session)
-        return self.sub_page(session.product, kind)
+        match session.page:
+            case "start":
+                return START
+            case "results":
+                return self.results(session.query, session.number)
+            case "item":
+                return self.item(session.product)
+            case "done":
+                return self.done(session)
+        return self.sub_page(session.product, session.page)
 
     def text(self, session: Session, goal: int) -> str:
         """The observation: the page's text below the instruction."""
@@ -292,11 +282,13 @@ class Shop:
         n_attributes = len(self.goals[goal]["attributes"])
         total = n_attributes + len(wanted) + 1
         parts = dict(self.match(goal, i))
-        parts["r_att"] = parts.pop("n_att") / n_attributes
-        parts["w_att"] = n_attributes / total
-        parts["r_option"] = n_option / len(wanted) if wanted else None
-        parts["w_option"] = len(wanted) / total
-        parts["w_price"] = 1 / total
+        parts |= {
+            "r_att": parts.pop("n_att") / n_attributes,
+            "w_att": n_attributes / total,
+            "r_option": n_option / len(wanted) if wanted else None,
+            "w_option": len(wanted) / total,
+            "w_price": 1 / total,
+        }
         return self.reward(goal, i, n_option), parts
 
 
@@ -309,9 +301,4 @@ def has_attribute(product: Product, texts: list[str], attribute: str) -> bool:
     return any(similar(own, attribute) for own in product.attributes) or any(attribute in text for text in texts)
 
 
-@lru_cache(maxsize=8)
-def load(folder: Path, *args: Any, **options: Any) -> Shop:
-    """A Shop, built once for the same arguments (those of Shop); its pickle is this call."""
-    shop = Shop(folder, *args, **options)
-    shop.call = partial(load, folder, *args, **options)
-    return shop
+load = lru_cache(maxsize=8)(Shop)  # built once for the same arguments

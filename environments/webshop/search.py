@@ -187,9 +187,5 @@ class SearchIndex:
         tops = scores[: self.size // BLOCK * BLOCK].reshape(-1, BLOCK).max(axis=1)
         least = np.partition(tops, -k)[-k] if len(tops) >= k else 0
         hits = np.flatnonzero(scores >= max(least, np.finfo(np.float32).tiny))
-        scores = scores[hits]
-        if len(hits) > k:
-            enough = scores >= np.partition(scores, -k)[-k]
-            hits, scores = hits[enough], scores[enough]
-        best = np.argsort(-scores, kind="stable")[:k]
-        return hits[best], scores[best]
+        best = hits[np.argsort(-scores[hits], kind="stable")[:k]]
+        return best, scores[best]

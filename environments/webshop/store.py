@@ -78,9 +78,6 @@ class Lazy(Sequence[Any]):
     def __getitem__(self, i: Any) -> Any:
         return self.make(i)
 
-    def __reduce__(self) -> tuple:
-        return Lazy, (self.n, self.make.__wrapped__)
-
 
 class Store:
     """products, in file order; goals of "synthetic" or "human" instructions, in the original's order.
