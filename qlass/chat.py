@@ -56,7 +56,7 @@ class Rendering:
         for name in FLAGS:
             if (value := getattr(config, name, None)) is not None:
                 fields[name] = value
-        with as_user_error(cls.FILE):
+        with as_user_error(file):
             return cls(**fields)
 
 
