@@ -17,9 +17,8 @@ from experiments import clone_answers
 from qlass import UserError, demonstrations
 from qlass.agent import load_agent
 from qlass.chat import Chat, Rendering
-from qlass.demonstrations import Demonstration, read
+from qlass.demonstrations import Demonstration, demonstrations_of, read
 from qlass.files import meta_of, read_jsonl, write_json
-from qlass.inputs import changes
 from qlass.messages import State, start
 from qlass.policy import QUESTION
 from qlass.tiny import AIDS, MARK
@@ -121,6 +120,30 @@ def test_a_demonstration_ends_with_the_experts_last_action():
     assert record == {"reward": 1.0, "task": "find the purse", "env": "fake", "task_id": "train0"}
 
 
+def test_lists_of_others_are_read_with_all_their_fields(tmp_path):
+    """A list may begin with an empty line."""
+    path = tmp_path / "eto.json"
+    others = {"task_id": "train2", "reward": 1.0000000000000002, "system": None}
+    path.write_text("\n" + json.dumps([ETO | others], indent=1))
+    [demonstration] = read(path, FakeEnv())
+    assert (demonstration.task_id, demonstration.reward) == ("train2", pytest.approx(1))
+    assert demonstration.state.actions == ("Action: walk",)
+
+
+def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
+    metadata = {
+        "sft": {"inputs": {"expert": "expert.jsonl"}},
+        "eto": {"inputs": {"sft": "sft", "expert": "other.jsonl"}},  # it may compare with others
+        "grpo": {"inputs": {"sft": "eto"}},
+        "few": {"inputs": {"expert": "expert.jsonl"}, "recipe": {"n_expert": 3}},
+    }
+    for name, meta in metadata.items():
+        write_json(tmp_path / f"{name}.meta.json", meta)
+    found = {name: demonstrations_of(tmp_path / name) for name in metadata}
+    expert = tmp_path / "expert.jsonl"
+    assert found == dict.fromkeys(("sft", "eto", "grpo"), (expert, None)) | {"few": (expert, 3)}
+
+
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
@@ -143,9 +166,6 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone):
     agent = clone("--model", "tiny", "--batch", "1", "--n-expert", "4", "--layers", "1", "--heads", "1")[0]
     assert (agent.model.config.num_hidden_layers, agent.model.config.hidden_size) == (1, 64)
     chat = agent.chat
-    for flags, says in (["--lora", "2"], "trained whole"), (["--expert", "no.jsonl"], r"no\.jsonl: No such file"):
-        with pytest.raises(UserError, match=says):
-            clone("--model", "tiny", *flags, out="other")
     assert chat.rendering == Rendering(**AIDS | {"agreement": "OK", "stop": []})
     state = State(STATE.messages[:3], "find the purse")
     state = state.extended("Thought: the purse\nAction: left", "Observation: the purse")
@@ -154,22 +174,6 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone):
     assert chat.tokenizer.decode(chat.prompt(state)) == text
     action = "Thought: a , b ½ .\nAction: click[12.5  two spaces]"
     assert chat.text(chat.action_tokens(action, "x y")) == action
-
-
-def test_the_tiny_model_is_told_its_goal_or_its_user_is(clone, tmp_path, capsys):
-    """By the environment's own sentence of the task that a demonstration names."""
-    small = ["--model", "tiny", "--batch", "1", "--layers", "1", "--heads", "1", "--overwrite", "--expert", "mine.json"]
-    record = demonstrations.demonstrate(FakeEnv(), "train0")
-    for task, told in (({"task_id": "train0"}, False), ({"task": "find the purse"}, False), ({}, True)):
-        (tmp_path / "mine.json").write_text(json.dumps([{"messages": record["messages"]} | task] * 2))
-        clone(*small)
-        assert ("show the tiny model no goal" in capsys.readouterr().err) == told
-
-
-def test_a_tiny_model_has_the_settings_of_its_run(fake_world, tmp_path):
-    """`model` names an input, whose content is what a recipe has."""
-    sft.main(["--env", "frozenlake", "--run", ".", "--n-expert", "2", "--epochs", "1", "--layers", "1", "--heads", "1"])
-    assert [*changes(tmp_path / "sft")] == []
 
 
 def test_the_first_messages_at_inference_are_those_that_were_cloned(clone, tmp_path):
@@ -229,41 +233,6 @@ def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, mo
     train(there)
 
 
-def test_overwriting_loses_nothing_before_the_new_agent_is_whole(clone, tmp_path):
-    """An agent that is trained on in its own folder, a refusal behind the flag, a training that diverges."""
-    (tmp_path / "mine.json").write_text(json.dumps([ETO, demonstrations.demonstrate(FakeEnv(), "train0")]))
-    clone("--n-expert", "2")
-
-    def left() -> list[bytes]:
-        return [file.read_bytes() for file in [*sorted((tmp_path / "sft").iterdir()), tmp_path / "sft.meta.json"]]
-
-    old = left()
-    diverges = ["--lr", "1e30", "--epochs", "9", "--batch", "1", "--save-every", "1"]
-    for flags, says in (
-        (["--model", "sft"], "sft is an input of this command: name another --out"),
-        (["--expert", "mine.json"], "demonstration 2 begins with"),
-        (diverges, "it has diverged"),
-    ):
-        with pytest.raises(UserError, match=says):
-            clone("--overwrite", "--n-expert", "2", *flags)
-        assert left() == old
-    with pytest.raises(UserError, match=r"begun with batch 1, not .* \(sft\.parts/meta\.json\)"):
-        clone("--n-expert", "2")
-    clone("--overwrite", "--n-expert", "3")
-    assert left() != old and not (tmp_path / "sft.parts").exists()
-
-
-def test_what_begins_otherwise_or_holds_control_tokens_is_not_cloned(clone, tmp_path):
-    """As of a chat template that was applied before: its tokens would be learned as letters."""
-    *before, action = ETO["conversations"]
-    marked = {"conversations": [*before, action | {"value": "Action: a<end>"}]}
-    of_walks = demonstrations.demonstrate(FakeEnv(), "train0")
-    for other, says in ((marked, "remove '<end>' from its answers"), (of_walks, r"begins with 'walk\\nOK'")):
-        (tmp_path / "mine.json").write_text(json.dumps([ETO, other]))
-        with pytest.raises(UserError, match=f"demonstration 2:? {says}"):
-            clone("--expert", "mine.json")
-
-
 def added(**options: bool) -> Callable[[Tokenizer], object]:
     """A token that takes the blanks before it, or of whole words alone."""
     return lambda core: core.add_tokens([AddedToken("go", normalized=False, **options)])
@@ -297,16 +266,6 @@ def test_an_answer_that_does_not_come_back_from_its_tokens_is_refused(spoil, ans
     with pytest.raises(UserError) as error:
         sft.check_demonstrations(shown(plain, told), chat, 1000)
     assert str(error.value).startswith(f"demonstration 2: the answer {answer!r} comes back from its tokens as {back}")
-
-
-def test_demonstrations_that_are_cut_are_counted_and_none_loses_its_first_action(capsys):
-    short = State(STATE.messages[:4])
-    sft.check_demonstrations(shown(STATE, short), CHAT, 22)
-    assert not capsys.readouterr().err
-    sft.check_demonstrations(shown(STATE, short, STATE), CHAT, 21)
-    assert "2 of 3 demonstrations lose their actions beyond 21 tokens" in capsys.readouterr().err
-    with pytest.raises(UserError, match="demonstration 1: its first action ends at token 14, and 13 are read"):
-        sft.check_demonstrations(shown(STATE), CHAT, 13)
 
 
 # ---------------------------------------------- the environment's answers are cloned too (experiments/clone_answers.py)

@@ -12,7 +12,6 @@ from fakes import FakeEnv, dump, labelled_tree, over, settings_of, tiny_backbone
 
 import train_qnet
 from docs import own_loss
-from qlass import UserError
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.fast.packing import pack_pairs, packed_loss
@@ -100,10 +99,6 @@ def test_a_qnet_comes_back_from_its_folder(tmp_path):
     assert again.chat.rendering == net.chat.rendering
     requests = [Score(p.state, (p.action,)) for p in TREE]
     assert again.score(requests) == net.score(requests)
-    head = (tmp_path / "head.safetensors").read_bytes()
-    (tmp_path / "head.safetensors").write_bytes(head[:-8])
-    with pytest.raises(UserError, match=r"head\.safetensors: "):
-        QNet.from_pretrained(tmp_path)
 
 
 def trained(net: QNet, trees: list, held_out: list = (), **more) -> dict:
@@ -199,8 +194,6 @@ def test_a_loss_of_ones_own_trains_by_its_own_command(train, tmp_path, agent):
     own_loss.main([*flags, "--epochs", "1", "--delta", "0.1", "--out", "qnet-huber"])
     heads = [(tmp_path / name / "head.safetensors").read_bytes() for name in ("qnet", "qnet-huber")]
     assert heads[0] != heads[1] and meta_of(tmp_path / "qnet-huber")["recipe"]["delta"] == 0.1
-    with pytest.raises(UserError, match=r"begun with delta 0\.1, not 0\.2"):
-        own_loss.main([*flags, "--epochs", "1", "--delta", "0.2", "--out", "qnet-huber"])
 
 
 def test_the_command_says_what_it_has_trained_and_shows_how_far_packing_is(train, tmp_path, capsys):
@@ -215,12 +208,6 @@ def test_the_command_says_what_it_has_trained_and_shows_how_far_packing_is(train
     assert len(set(meta["fingerprint"][:2])) == 2
     first = [q(net, pair) for pair in TREE[:10]]  # beside the question, pairs of the first tree
     assert meta["fingerprint"][2:] == pytest.approx(first, abs=1e-4)
-
-
-def test_families_of_other_sizes_are_not_shared_among_processes(train, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="--plain with --rank-weight: "):
-        train("--plain", "--rank-weight", "4")
 
 
 def test_the_head_is_in_full_width_where_the_backbone_is_not():
