@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import operator
 import os
+import re
 import selectors
 import socket
 import threading
@@ -35,6 +36,8 @@ from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, react
 from qlass.models import PROBE
+
+ROOT = Path(__file__).parents[1]
 
 # A node of a world is {action: node}, a leaf its final reward. Two steps lead to the first purse, three to the second.
 
@@ -362,6 +365,13 @@ def dump(records: list[dict]) -> str:
     return "".join(json.dumps(r) + "\n" for r in records)
 
 
+def code_on(page: str, word: str) -> str:
+    """The code on a page of docs/ that has this word."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.S)
+    (code,) = (block for block in blocks if word in block)
+    return code
+
+
 def fork(main: Callable, argv: list[str], folder: Path = Path(), **env: str) -> BaseProcess:
     """A stage in a process of its own, to be killed or run beside others."""
 
@@ -391,7 +401,7 @@ def settings_of(stage: Any, *argv: str) -> Any:
 
 # ---------------------------------------------------------------------------------------- recordings of WebShop
 
-SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
+SHARED = Path(os.environ.get("QLASS_SHARED", ROOT.parent / "shared")) / "webshop"
 recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
 
 

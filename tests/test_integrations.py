@@ -1,6 +1,7 @@
 """What other programs take of this one: QNet's values, vLLM's plug-in, games for TRL and OpenEnv, curves."""
 
 import importlib.util
+import io
 import os
 import runpy
 import shutil
@@ -16,14 +17,14 @@ from typing import Any, ClassVar
 import pydantic
 import pytest
 import torch
-from fakes import FakeEnv, chat_tokenizer, dump, free_port, settings_of
+from fakes import FakeEnv, chat_tokenizer, code_on, dump, free_port, settings_of
 from transformers import AutoModel, GemmaConfig, HeliumConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import envs
 import q_search
 import train_qnet
 from docs.switches import LAMPS, Switches
-from integrations import gguf, labels, openenv_hub, trackers
+from integrations import gguf, openenv_hub
 from integrations.served import ServedQNet
 from integrations.trl import games, prompts
 from integrations.values import episode_reward, turn_values
@@ -68,39 +69,16 @@ ROWS = [  # dialogue, action, value
 ]
 
 
-def test_a_qnet_learns_from_anybodys_labels_of_actions(agent, tmp_path):
+def test_a_qnet_learns_from_anybodys_labels_of_actions(agent):
     rows = [{"messages": State(tuple(talk)).dump(), "action": action, "value": value} for talk, action, value in ROWS]
     Path("rows.jsonl").write_text(dump(rows))
-    labels.main(["rows.jsonl"])
+    exec(code_on("files.md", "rows.jsonl"), {})
     _, trees = read_pairs(Path("q_labels.jsonl"))
     pairs = [(list(pair.state.messages), pair.action, pair.q) for tree in trees for pair in tree]
     assert pairs == ROWS and [len(tree) for tree in trees] == [2, 1]  # siblings of one dialogue, and another
     flags = ["--env", "mine", "--run", "mine", "--preset", "paper", "--sft", str(agent), "--epochs", "1"]
     train_qnet.main([*flags, "--labels", "q_labels.jsonl"])
     assert len(QNet.from_pretrained(Path("mine/qnet")).score([Score(State(tuple(TALK)), ("Action: left",))])[0]) == 1
-
-
-def test_trls_steps_are_a_chain():
-    steps = {"prompt": "2 + 3 * 4?", "completions": ["3 * 4 = 12", "2 + 12 = 15"], "labels": [True, False]}
-    Path("rows.jsonl").write_text(dump([steps]))
-    labels.main(["rows.jsonl", "--out", "q.jsonl"])
-    _, [[first, second]] = read_pairs(Path("q.jsonl"))
-    assert first.state.messages == (("user", "2 + 3 * 4?"),) and (first.action, first.q) == ("3 * 4 = 12", 1.0)
-    assert second.state == first.state.extended(first.action, "") and (second.action, second.q) == ("2 + 12 = 15", 0.0)
-
-
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"messages": [], "value": 1}, "rows.jsonl: a row without: 'action'"),
-        ({"messages": [{"role": "user", "content": "a"}], "action": "b", "value": 2}, "q.jsonl:2: q: Input should be"),
-    ],
-)
-def test_labels_that_are_none_are_refused(row, says):
-    Path("rows.jsonl").write_text(dump([row]))
-    with pytest.raises(UserError, match=says):
-        labels.main(["rows.jsonl", "--out", "q.jsonl"])
-        read_pairs(Path("q.jsonl"))
 
 
 VLLM = shutil.which("vllm")
@@ -386,31 +364,15 @@ def test_a_gguf_file_becomes_a_folder_that_the_stages_load(tmp_path):
     assert "Paris" in chat.text(written.tolist())
 
 
-# --------------------------------------------------------------------- curves that follow a training's log from outside
+# ------------------------------------------------------------------------------------------------- a training's curves
 
 
-def test_each_step_is_handed_on_once_also_after_a_stop(tmp_path, monkeypatch):
-    """Of a training that was resumed from step 1, and of another one that begins the log again."""
-    log, told = tmp_path / "qnet.log.jsonl", []
-    first, second, other = {"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 1, "loss": 2.0}
+def test_the_curves_of_a_log_are_its_numbers_by_kind_and_step(monkeypatch):
+    told = []
+    writer = SimpleNamespace(add_scalar=lambda *figure: told.append(figure), flush=bool)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: writer))
     epoch = {"step": 2, "epoch": 1, "held_out": {"mse": 0.25, "x": None}}
-    later = iter([[first], [first, second, epoch], [other]])
-    monkeypatch.setattr("time.sleep", lambda seconds: log.write_text(dump(next(later))))
-    write = lambda figures, step: told.append((step, figures))  # noqa: E731
-    monkeypatch.setattr(trackers, "tracker_of", lambda name, folder: told.append(name) or write)
-    log.write_text(dump([first, second]))
-    with pytest.raises(StopIteration):  # there are no more looks
-        trackers.main([".", "--follow", "--to", "wandb"])
-    before = [(1, {"update/loss": 1.0}), (2, {"update/loss": 0.5}), (2, {"epoch/epoch": 1, "epoch/mse": 0.25})]
-    assert told == ["wandb", *before, "wandb", (1, {"update/loss": 2.0})]
-
-
-def test_two_logs_are_two_runs(tmp_path, monkeypatch):
-    begun = []
-    wandb = SimpleNamespace(init=lambda **options: begun.append(options) or SimpleNamespace(log=lambda *_, **__: None))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for name in ("sft", "qnet"):
-        (tmp_path / f"{name}.log.jsonl").write_text(dump([{"step": 1, "loss": 1.0}]))
-    trackers.main([".", "--to", "wandb"])
-    assert [run["name"] for run in begun] == ["qnet", "sft"]
-    assert all(run["reinit"] == "create_new" for run in begun)  # else the second is the first
+    monkeypatch.setattr("sys.stdin", io.StringIO(dump([{"step": 1, "loss": 1.0}, epoch])))
+    exec(code_on("files.md", "SummaryWriter"), {})
+    update, *others = [figure for figure in told if "step" not in figure[0]]
+    assert update == ("update/loss", 1.0, 1) and others == [("epoch/epoch", 1, 2), ("epoch/mse", 0.25, 2)]
