@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import os
+import re
 import runpy
 import shutil
 import socket
@@ -17,14 +18,14 @@ from typing import Any, ClassVar
 import pydantic
 import pytest
 import torch
-from fakes import FakeEnv, chat_tokenizer, code_on, dump, free_port, settings_of
+from fakes import ROOT, FakeEnv, chat_tokenizer, code_on, dump, free_port, settings_of
 from transformers import AutoModel, GemmaConfig, HeliumConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import envs
 import q_search
 import train_qnet
 from docs.switches import LAMPS, Switches
-from integrations import gguf, openenv_hub
+from integrations import gguf
 from integrations.served import ServedQNet
 from integrations.trl import games, prompts
 from integrations.values import episode_reward, turn_values
@@ -332,18 +333,21 @@ def test_what_cannot_be_played_again_is_refused_as_a_run_begins(serve):
 
 
 def test_a_folder_for_the_hub_plays_by_itself(tmp_path):
+    """As the page's commands make it, with the packages of its Dockerfile alone."""
     folder = tmp_path / "hub"
-    openenv_hub.main(["--env", "frozenlake", "--folder", str(folder)])
-    pins = [line.partition("==")[0] for line in (folder / "requirements.txt").read_text().splitlines()]
-    assert sorted(pins) == sorted(openenv_hub.PACKAGES) and not (folder / "data" / "generated").exists()
+    (commands,) = re.findall(r"^    mkdir hub[^#]*?(?=^    openenv)", (ROOT / "docs/tools.md").read_text(), re.M)
+    made = re.sub(r"(?<!docs/)\bhub\b", str(folder), commands.replace("alfworld", "frozenlake"))
+    subprocess.run(["bash", "-ec", made], cwd=ROOT, check=True)
+    assert not (folder / "data" / "generated").exists()
     assert "name: frozenlake\n" in (folder / "openenv.yaml").read_text()
+    (command,) = re.findall("^RUN (grep.*\n.*) [|]", (folder / "Dockerfile").read_text(), re.M)
+    pins = subprocess.run(["bash", "-ec", command], cwd=folder, capture_output=True, text=True, check=True).stdout
+    assert len(pins.splitlines()) == command.count("|") + 1 and "openenv==" in pins and "torch" not in pins
     code = "import sys; sys.modules['torch'] = None; import envs, integrations.trl; "
     code += "print(envs.__file__, envs.make('frozenlake').reset()[1]['task_id'])"
     told = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True).stdout
     assert str(folder / "envs.py") in told
     compile((folder / "server" / "app.py").read_text(), "app.py", "exec")
-    with pytest.raises(UserError, match="--env 'shop': choose one of webshop"):
-        openenv_hub.main(["--env", "shop", "--folder", str(folder)])
 
 
 # ------------------------------------------------------------------------- a GGUF file (requirements-smollm2.txt)

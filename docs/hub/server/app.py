@@ -1,0 +1,4 @@
+import envs
+from integrations.openenv import application
+
+app = application(envs.make("NAME"))
