@@ -25,7 +25,7 @@ FLAGS = ("temperature", "max_new_tokens")  # of a stage
 # A prompt may go on with thoughts that it closes (<think></think>): thoughts that begin in a prompt
 # stand in no earlier turn.
 CLOSED = re.compile(r"(\s|<(\w+)>.*?</\2>|</\w+>)*", re.DOTALL)
-CACHED = 20_000_000  # characters of messages; with their tokens they take 200 MB
+CACHED = 8192  # messages; of 2,000 letters each they take 200 MB with their tokens
 DAY = datetime.datetime(2024, 7, 26)  # today, to a template that asks; Llama 3's own
 
 
@@ -154,8 +154,7 @@ class Chat:
         written = template.begin + template.ask + template.stop + template.turn
         special = [text for text, i in marks.items() if text in written or i in self.stop_ids]
         self.controls = any_of(special + tokenizer.all_special_tokens)
-        self.encode = functools.cache(self.tokenize)
-        self.characters = 0  # of the messages whose tokens are in the cache
+        self.encode = functools.lru_cache(CACHED)(self.tokenize)
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
@@ -166,10 +165,6 @@ class Chat:
         a text's beginning alone. Control tokens in the content are read as their characters."""
         from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
-        self.characters += len(content)
-        if self.characters > CACHED:
-            self.encode.cache_clear()
-            self.characters = len(content)
         text = before + mark_control_tokens(content, self.controls) + after
         past_ids = encode_marked_chat(self.tokenizer, past)
         ids = encode_marked_chat(self.tokenizer, past + text)

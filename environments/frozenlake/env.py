@@ -73,7 +73,7 @@ class FrozenLakeEnv(TextEnv):
         return self._look()
 
     def act(self, action: str) -> tuple[str, float, bool]:
-        move = action.strip().lower()
+        move = self.canonical(action)
         if move not in lake.MOVES:
             return f"Invalid action: choose left, down, right or up. {self._look()}", 0.0, False
         outcomes = self.lake.P[self.cell][lake.MOVES.index(move)]
@@ -141,7 +141,7 @@ class FrozenLakeEnv(TextEnv):
 
     def q_star_of(self, action: str, gamma: float = 0.9) -> float:
         """Q*(s, a) here; an invalid action only costs its step."""
-        if (move := action.strip().lower()) in lake.MOVES:
+        if (move := self.canonical(action)) in lake.MOVES:
             return float(self._q_here(gamma)[lake.MOVES.index(move)])
         return gamma * float(self._q_here(gamma, 1).max())
 
