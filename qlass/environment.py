@@ -233,7 +233,7 @@ class TextEnv(gymnasium.Env):
         return ""
 
     def candidates(self) -> list[tuple[str, str]]:
-        """(thought, action) of every valid action in the state at hand, for `--candidates valid`."""
+        """(thought, action) of every valid action at hand, for `--candidates valid`."""
         return [(self.thought(action), action) for action in self.valid_actions()]
 
     def reseed(self, seed: int) -> None:

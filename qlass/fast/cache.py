@@ -102,10 +102,6 @@ class Row:
         size = len(self.tree)
         return [token - size for token in path]
 
-    def size_with(self, prompt: CachedPrompt, tails: Sequence[Tokens]) -> int:
-        """Count the tokens that the tree would have at most."""
-        return len(self) + self.tree.growth(prompt.ids[self.cached :]) + sum(map(len, tails))
-
     def add(self, prompt: CachedPrompt, number: int, tails: Sequence[Tokens]) -> None:
         last = -1
         for turn in prompt.turns[len(self.past) :]:
@@ -239,11 +235,12 @@ class PromptCache:
             members.sort(key=lambda n: prompts[n].ids)  # depth first
             row = Row(prompts[members[0]])
             for n in members:
-                tails = questions[n].tails
-                if row.paths and row.size_with(prompts[n], tails) > self.ROW:
+                prompt, tails = prompts[n], questions[n].tails
+                more = row.tree.growth(prompt.ids[row.cached :]) + sum(map(len, tails))  # at most
+                if row.paths and len(row) + more > self.ROW:
                     later.append(n)
                 else:
-                    row.add(prompts[n], n, tails)
+                    row.add(prompt, n, tails)
             rows.append(row)
         return rows, later
 
@@ -284,14 +281,12 @@ def question_of(chat: Chat, state: State, actions: Iterable[str]) -> Question:
     return Question(messages, [chat.action_tokens(text, state.task, length) for text in actions])
 
 
-def free_bytes_for(model: Any, gigabytes: float | None = None) -> int:
+def free_bytes_for(model: Any, gigabytes: float | None) -> int:
     """Bytes of a cache for this model; by default a quarter of what is free on a GPU, elsewhere 2
     GiB."""
-    if gigabytes is not None:
-        return int(gigabytes * (1 << 30))
-    if model.device.type != "cuda":
-        return 2 << 30
-    return torch.cuda.mem_get_info(model.device)[0] // 4
+    if gigabytes is None and model.device.type == "cuda":
+        return torch.cuda.mem_get_info(model.device)[0] // 4
+    return int((2 if gigabytes is None else gigabytes) * (1 << 30))
 
 
 def batch_for(model: Any) -> int:

@@ -80,8 +80,13 @@ class Batch:
         positions = (self.seen.cumsum(-1) - 1).clamp(min=0)
         last = positions[:, -1:]
         masks = additive_masks(self.seen[:, None], last, positions, self.windows, self.model.dtype)
-        inputs = {"input_ids": tokens[:, None], "attention_mask": masks, "position_ids": last}
-        out = self.model(**inputs, past_key_values=self.past, use_cache=True)
+        out = self.model(
+            input_ids=tokens[:, None],
+            attention_mask=masks,
+            position_ids=last,
+            past_key_values=self.past,
+            use_cache=True,
+        )
         return out.logits[:, -1]
 
 
@@ -165,24 +170,18 @@ class FastPolicy(Policy):
     @torch.inference_mode()
     def decode(self, prompts: list[CachedPrompt], requests: list[Sample]) -> list[list[Candidate]]:
         """The candidates of each prompt, all side by side."""
-        rows: list[int] = []
-        noise: list[np.ndarray] = []
-        temperatures: list[float] = []
         limit = self.chat.rendering.max_new_tokens
-        for i, request in enumerate(requests):
-            for k in range(request.n):
-                rows.append(i)
-                noise.append(uniforms(limit, self.seed, *request.key, k))
-                temperatures.append(float(request.temperature))
+        noise = [uniforms(limit, self.seed, *r.key, k) for r in requests for k in range(r.n)]
+        rows = [i for i, request in enumerate(requests) for _ in range(request.n)]
 
         batch, logits = self.prefill(prompts)
         batch.select(rows)  # from here on a row is a candidate
         for layer in batch.past.layers:  # which the model has made: their class alone is exchanged,
             layer.__class__ = RoomyLayer  # and keys and values of the prompts stay where they are
 
-        temperature = torch.tensor(temperatures, device=logits.device)
+        temperature = torch.tensor([float(r.temperature) for r in requests], device=logits.device)
         random = torch.from_numpy(np.stack(noise)).to(logits.device)
-        written, logprobs = self.write(batch, logits[rows], temperature, random)
+        written, logprobs = self.write(batch, logits[rows], temperature[rows], random)
         answers: list[list[Candidate]] = [[] for _ in requests]
         for i, ids, logprob in zip(rows, written, logprobs, strict=True):
             answers[i].append(self.candidate(ids, logprob))
@@ -190,11 +189,9 @@ class FastPolicy(Policy):
 
     def prefill(self, prompts: list[CachedPrompt]) -> tuple[Batch, Tensor]:
         """A batch of prompts that have been read, and the logits after each, (B, V)."""
-        rows = []
-        for prompt in prompts:
-            row = Row(prompt)
+        rows = list(map(Row, prompts))
+        for row, prompt in zip(rows, prompts, strict=True):
             row.add(prompt, 0, [])
-            rows.append(row)
         logits, past = self.cache.run(rows, [-1])
 
         width = max(row.cached for row in rows)  # of the cache's columns

@@ -74,7 +74,7 @@ def pack(
     sums = np.zeros((2, len(tree)))
     for pair, path in zip(itertools.chain(*families), paths, strict=True):
         trained = path[-1:] if loss_on == "last" else path
-        sums[:, trained] += [[1 / len(trained)], [pair.q / len(trained)]]  # w_i = 1 / n_i
+        sums[:, trained] += np.array([[1], [pair.q]]) / len(trained)  # w_i = 1 / n_i
     last = np.array([path[-1] for path in paths])
     tree.close()
     return TreePack(families, len(tree), tree, sums.astype(np.float32), last)

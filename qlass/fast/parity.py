@@ -81,8 +81,8 @@ def tokens_of(model: Any) -> list[Tokens]:
     """The sequences as tokens from all over the vocabulary, none of them at its ends, where control
     tokens are."""
     size = model.get_input_embeddings().num_embeddings
-    numbers = [[ord(letter) - ord("a") for letter in sequence] for sequence in SEQUENCES]
-    return [[size // 8 + n * (size * 3 // 4) // 26 for n in sequence] for sequence in numbers]
+    first, width = size // 8, size * 3 // 4
+    return [[first + (ord(c) - ord("a")) * width // 26 for c in sequence] for sequence in SEQUENCES]
 
 
 def outputs(model: Any, inputs: dict, columns: Tensor) -> Tensor:
