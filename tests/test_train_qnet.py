@@ -1,6 +1,5 @@
 """Stage 4: the packed loss against pairs one by one, the value network, and how well it ranks siblings."""
 
-import dataclasses
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -8,18 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, dump, labelled_tree, over, settings_of, tiny_backbone, word_chat
+from fakes import FakeEnv, dump, labelled_tree, settings_of, tiny_backbone, word_chat
 
 import train_qnet
 from docs import own_loss
 from qlass.batching import Score
 from qlass.chat import Chat
-from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.files import meta_of
 from qlass.messages import State
-from qlass.pairs import Pair, families, hold_out_trees, pairs_of, ranking
+from qlass.pairs import Pair, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
-from qlass.settings import Sampling
 from qlass.training import Training
 from train_qnet import QNet, family_loss
 
@@ -58,38 +55,35 @@ def test_the_loss_by_hand_of_a_pair_and_of_two_siblings():
     assert family_loss(net, [pair], "last", 4).item() == pytest.approx(a**2, rel=1e-4)  # an only child has no rank
 
 
-@pytest.mark.parametrize("rank_weight", [0.0, 4.0])
-@pytest.mark.parametrize("max_tokens", [10_000, 45])
-@pytest.mark.parametrize("loss_on", ["all", "last"])
-def test_a_loss_of_ones_own_is_the_same_for_packs_and_pair_by_pair(loss_on, max_tokens, rank_weight):
-    flags = f"--preset paper --loss-on {loss_on} --max-tokens {max_tokens} --rank-weight {rank_weight} --delta 0.1"
-    config = settings_of(own_loss, *flags.split())
-    net = qnet().double()
-    losses = []
-    for one in (config, replace(config, plain=True)):
-        losses.append(own_loss.loss_of(net, train_qnet.packs_of(net.chat, TREE, one), one))
+def test_a_loss_of_ones_own_by_hand():
+    net, config = qnet(), settings_of(own_loss, "--preset", "paper", "--delta", "0.1", "--plain")
     by_hand = 0.0
     for pair in TREE:
-        errors = (net.values(pair.state, pair.action) - pair.q).abs()[-1 if loss_on == "last" else 0 :]
+        errors = (net.values(pair.state, pair.action) - pair.q).abs()
         by_hand += torch.where(errors < 0.1, errors.square() / 2, 0.1 * (errors - 0.05)).mean().item()
-    assert [loss.item() for loss in losses] == pytest.approx([by_hand] * 2, rel=1e-5)
-    torch.testing.assert_close(*(gradients(net, loss) for loss in losses), rtol=1e-4, atol=1e-6)
+    loss = own_loss.loss_of(net, train_qnet.packs_of(net.chat, TREE, config), config)
+    assert loss.item() == pytest.approx(by_hand, rel=1e-5)
 
 
 @pytest.mark.parametrize("rank_weight", [0, 4])
-@pytest.mark.parametrize("max_tokens", [10_000, 45, 1])  # one tree, several, a pair or family each
+@pytest.mark.parametrize("max_tokens", [10_000, 45, 1])  # one tree, several packs, a pair or family each
 @pytest.mark.parametrize("loss_on", ["all", "last"])
-def test_packed_loss_and_gradients_are_those_of_the_pairs_one_by_one(loss_on, max_tokens, rank_weight, monkeypatch):
+@pytest.mark.parametrize(("stage", "loss_of"), [(train_qnet, train_qnet.pack_loss), (own_loss, own_loss.loss_of)])
+def test_packs_have_the_loss_and_gradients_of_the_pairs_one_by_one(
+    stage, loss_of, loss_on, max_tokens, rank_weight, monkeypatch
+):
     monkeypatch.setattr("qlass.fast.attention.BLOCK", 7)  # several of them in a pack
-    net = qnet().double()
-    together = families(TREE) if rank_weight else [[pair] for pair in TREE]
-    plain = sum(family_loss(net, family, loss_on, rank_weight).double() for family in together)
-    packs = list(pack_pairs(net.chat, together, loss_on, max_tokens))
-    assert len(packs) == 1 if max_tokens == 10_000 else len(packs) > 1
-    assert [pair for pack in packs for pair in pack.pairs] == [pair for family in together for pair in family]
-    one = packed_loss(net, packs, rank_weight)
-    assert one.item() == pytest.approx(plain.item(), rel=1e-5)
-    torch.testing.assert_close(gradients(net, one), gradients(net, plain), rtol=1e-4, atol=1e-6)
+    flags = f"--preset paper --loss-on {loss_on} --max-tokens {max_tokens} --rank-weight {rank_weight}"
+    config, net = settings_of(stage, *flags.split()), qnet().double()
+    pairs, losses = [], []
+    for one in (config, replace(config, plain=True)):
+        packs = train_qnet.packs_of(net.chat, TREE, one)
+        assert (len(packs) == 1) == (max_tokens == 10_000 and not one.plain)
+        pairs.append([pair for pack in packs for family in pack.families for pair in family])
+        losses.append(loss_of(net, packs, one).double())
+    assert pairs[0] == pairs[1]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    torch.testing.assert_close(*(gradients(net, loss) for loss in losses), rtol=1e-4, atol=1e-6)
 
 
 def test_a_qnet_comes_back_from_its_folder(tmp_path):
@@ -101,17 +95,17 @@ def test_a_qnet_comes_back_from_its_folder(tmp_path):
     assert again.score(requests) == net.score(requests)
 
 
+TREES = [pairs_of(labelled_tree(f"train{i}")) for i in range(5)]
+
+
 def trained(net: QNet, trees: list, held_out: list = (), **more) -> dict:
     """Train a QNet on trees: the figures."""
-    settings = dataclasses.replace(
-        settings_of(train_qnet, "--preset", "paper"),
-        **{"epochs": 100, "batch": 4, "lr": 3e-3, "max_tokens": 2048} | more,
-    )
-    out = Path(tempfile.mkdtemp(dir=".")) / "qnet"
-    log = Training(out, settings, {}, {})
-    train_qnet.train(net, trees, held_out, settings, log)
-    log.load_best()
-    return log.finish(lambda draft: draft.mkdir() or [], [])
+    flags = "--preset paper --epochs 2 --batch 4 --lr 1e-3 --max-tokens 2048"
+    config = replace(settings_of(train_qnet, *flags.split()), **more)
+    training = Training(Path(tempfile.mkdtemp(dir=".")) / "qnet", config, {}, {})
+    train_qnet.train(net, trees, held_out, config, training)
+    training.load_best()
+    return training.finish(lambda draft: draft.mkdir() or [], [])
 
 
 STATE = State((("user", "you stand at start"),))
@@ -120,7 +114,7 @@ FOUR = [Pair(STATE, f"Action: {a}", q) for a, q in {"left": 0.0, "right": 1.0, "
 
 def test_four_samples_are_learned_by_heart():
     net = qnet(hidden=64)
-    figures = trained(net, [FOUR], loss_on="last")
+    figures = trained(net, [FOUR], epochs=100, lr=3e-3, loss_on="last")
     scores = net.score([Score(STATE, tuple(p.action for p in FOUR))])[0]
     assert scores == pytest.approx([p.q for p in FOUR], abs=0.1)
     assert figures["steps"] == 100
@@ -128,11 +122,10 @@ def test_four_samples_are_learned_by_heart():
 
 @pytest.mark.parametrize("packs", [{"max_tokens": 1}, {"batch": 10_000}])  # of a family each, of a tree each
 def test_a_training_in_packs_is_the_plain_one_whatever_a_portion_holds(packs):
-    trees = [pairs_of(labelled_tree(f"train{i}")) for i in range(5)]
     nets, losses = [], []
     for more in ({}, {"plain": True, "micro_tokens": 1}):
         nets.append(qnet(hidden=8))
-        figures = trained(nets[-1], trees, trees, epochs=2, lr=1e-3, rank_weight=4.0, **packs | more)
+        figures = trained(nets[-1], TREES, TREES, rank_weight=4.0, **packs | more)
         losses += [[loss for entry in figures["curve"] for loss in (entry["loss"], entry["held_out"]["mse"])]]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     torch.testing.assert_close(*([*net.parameters()] for net in nets), atol=2e-4, rtol=1e-3)
@@ -144,8 +137,7 @@ def test_with_a_rank_weight_the_error_within_states_chooses_the_epoch(rank_weigh
     errors = iter([{"mse": 0.1, "within_mse": 0.2}, {"mse": 0.2, "within_mse": 0.1}])
     some = {"sibling_accuracy": 0.5, "sibling_pairs": pairs}
     monkeypatch.setattr(train_qnet, "ranking", lambda score, trees: next(errors) | some)
-    trees = [pairs_of(labelled_tree(f"train{i}")) for i in range(5)]
-    figures = trained(qnet(hidden=8), trees, trees, epochs=2, lr=1e-3, rank_weight=rank_weight)
+    figures = trained(qnet(hidden=8), TREES, TREES, rank_weight=rank_weight)
     assert figures["best_epoch"] == best
 
 
@@ -153,9 +145,8 @@ def test_the_head_has_a_learning_rate_of_its_own():
     net = qnet(hidden=8)
     before = {name: weight.clone() for name, weight in net.state_dict().items()}
     trained(net, [FOUR], epochs=1, head_lr=0.0)
-    assert {name.partition(".")[0] for name, weight in net.state_dict().items() if not weight.equal(before[name])} == {
-        "backbone"
-    }
+    moved = {name.partition(".")[0] for name, weight in net.state_dict().items() if not weight.equal(before[name])}
+    assert moved == {"backbone"}
 
 
 def sibling_accuracy(trees: list, scores: dict) -> dict:
@@ -176,38 +167,31 @@ def test_sibling_accuracy_by_hand():
 
 
 @pytest.fixture
-def train(tmp_path, agent):
-    labels = tmp_path / "labels.jsonl"
-    labels.write_text(dump(labelled_tree("train0") + labelled_tree("train1") + labelled_tree("train2")))
-
-    def command(*more: str, out: str = "qnet") -> QNet:
-        argv = ["--env", "frozenlake", "--preset", "paper", "--sft", str(agent), "--labels", str(labels)]
-        train_qnet.main(over([*argv, "--out", out, "--epochs", "1"], more))
-        return QNet.from_pretrained(tmp_path / out, Sampling(plain="--plain" in more))
-
-    return command
+def train(agent):
+    """Runs a command on three trees, in the folder of the test."""
+    Path("q_labels.jsonl").write_text(dump([node for i in range(3) for node in labelled_tree(f"train{i}")]))
+    flags = f"--env frozenlake --preset paper --run . --sft {agent} --epochs 1 --hidden 8".split()
+    return lambda stage, *more: stage.main([*flags, *more])
 
 
-def test_a_loss_of_ones_own_trains_by_its_own_command(train, tmp_path, agent):
-    flags = ["--env", "frozenlake", "--preset", "paper", "--sft", str(agent), "--labels", "labels.jsonl"]
-    train()
-    own_loss.main([*flags, "--epochs", "1", "--delta", "0.1", "--out", "qnet-huber"])
-    heads = [(tmp_path / name / "head.safetensors").read_bytes() for name in ("qnet", "qnet-huber")]
-    assert heads[0] != heads[1] and meta_of(tmp_path / "qnet-huber")["recipe"]["delta"] == 0.1
+def test_a_loss_of_ones_own_trains_by_its_own_command(train):
+    train(train_qnet)
+    train(own_loss, "--delta", "0.1", "--out", "qnet-huber")
+    assert Path("qnet/head.safetensors").read_bytes() != Path("qnet-huber/head.safetensors").read_bytes()
+    assert meta_of(Path("qnet-huber"))["recipe"]["delta"] == 0.1
 
 
-def test_the_command_says_what_it_has_trained_and_shows_how_far_packing_is(train, tmp_path, capsys):
-    net, meta = train("--hidden", "8"), meta_of(tmp_path / "qnet")
+def test_the_command_says_what_it_has_trained_and_shows_how_far_packing_is(train, capsys):
+    train(train_qnet)
+    net, meta = QNet.from_pretrained(Path("qnet")), meta_of(Path("qnet"))
     assert "packs of trees: 100%" in capsys.readouterr().err
-    assert net.head[0].out_features == 8
-    assert meta["trees"] == 3 and meta["tokens"] > 0 and meta["seconds"] >= 0
+    assert (net.head[0].out_features, meta["trees"]) == (8, 3) and meta["tokens"] > 0
     figures = sibling_accuracy([TREE], {(p.state, p.action): q(net, p) for p in TREE})  # of what was saved
     held_out = {name: meta["held_out"][name] for name in figures}
     assert held_out == pytest.approx(figures, rel=1e-4) and figures["sibling_pairs"]
-    assert meta["fingerprint"][:2] == pytest.approx(net.score([QUESTION])[0], abs=1e-4)
-    assert len(set(meta["fingerprint"][:2])) == 2
     first = [q(net, pair) for pair in TREE[:10]]  # beside the question, pairs of the first tree
-    assert meta["fingerprint"][2:] == pytest.approx(first, abs=1e-4)
+    (question,) = net.score([QUESTION])
+    assert meta["fingerprint"] == pytest.approx([*question, *first], abs=1e-4) and len(set(question)) == 2
 
 
 def test_the_head_is_in_full_width_where_the_backbone_is_not():

@@ -2,11 +2,8 @@
 
 import dataclasses
 import importlib
-import json
 import math
-import os
 import pickle
-import re
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -68,65 +65,63 @@ class Stopped(Exception):
     pass
 
 
-def fit(folder: Path, losses: list, stop: int | None = None, spoil=lambda loss: loss, **more):
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+def fit(folder: Path, stop: int | None = None, losses: list = LOSSES, **more):
     """Clone ten examples in updates of three; `losses` are the validation's. Raises Stopped before update `stop`.
-    spoil: what the fifth update's loss becomes."""
+    Returns the weights at the end, figures, and the weights after each epoch."""
     folder.mkdir(exist_ok=True)
     config = dataclasses.replace(SETTINGS, **more)
     log = Training(folder / "model", config, {}, {})
     model = tiny_lm(CHAT, attention_dropout=0.5)  # the random state counts too
-    weights = []  # after each epoch
+    weights = []
 
     def loss_of(model: nn.Module, portion: list) -> torch.Tensor:
         if log.step == stop:
             raise Stopped
-        loss = sft.sft_loss(model, portion)
-        return spoil(loss) if log.step == 4 else loss
+        return sft.sft_loss(model, portion)
 
     def validate(model: nn.Module, *_: object) -> float | None:
-        weights.append([p.detach().clone() for p in model.parameters()])
+        weights.append(flat(model))
         return losses[len(log.curve)]
 
     with mock.patch("sft.validate", validate):
         sft.train(model, EXAMPLES, [], config, log, loss_of)
         log.load_best()
-    figures = {"curve": log.curve, "best_epoch": log.best_epoch, "steps": log.step}
-    return list(model.parameters()), figures, weights
-
-
-def same(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return flat(model), {"curve": log.curve, "best_epoch": log.best_epoch, "steps": log.step}, weights
 
 
 @pytest.mark.parametrize(("losses", "epochs", "best"), [(LOSSES, 4, 2), ([3, 4, 2, 4, 1, 4], 6, 5), ([None] * 6, 6, 6)])
 def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(tmp_path, losses, epochs, best):
-    final, figures, weights = fit(tmp_path, losses)
-    assert len(weights) == epochs and same(final, weights[best - 1]) and figures["best_epoch"] == best
-    assert figures["steps"] == 4 * epochs
+    final, figures, weights = fit(tmp_path, losses=losses)
+    assert (len(weights), figures["best_epoch"], figures["steps"]) == (epochs, best, 4 * epochs)
+    assert final.equal(weights[best - 1])
     assert [entry["validation"] for entry in figures["curve"]] == losses[:epochs]
 
 
-@pytest.mark.parametrize(
-    ("stops", "losses", "optim"),
-    [
-        ((0,), LOSSES, "adamw"),
-        ((4, 5, 7), LOSSES, "adamw"),
-        ((2, 2, 9), LOSSES, "adamw"),
-        ((15,), LOSSES, "adamw"),
-        ((9,), [None] * 6, "adamw"),  # the last weights count, with moments of all updates
-        ((9,), [None] * 6, "adamw8bit"),
-    ],
-)
+STOPS = [  # before which updates, with which validations, and moments in how many bits
+    ([0], LOSSES, "adamw"),
+    ([4, 5, 7], LOSSES, "adamw"),
+    ([2, 2, 9], LOSSES, "adamw"),
+    ([15], LOSSES, "adamw"),
+    ([9], [None] * 6, "adamw"),  # the last weights count, with moments of all updates
+    ([9], [None] * 6, "adamw8bit"),
+]
+
+
+@pytest.mark.parametrize(("stops", "losses", "optim"), STOPS)
 def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp_path, stops, losses, optim):
     if optim != "adamw":
         pytest.importorskip("bitsandbytes")
-    expected, figures, _ = fit(tmp_path / "one", losses, optim=optim)
+    expected, figures, _ = fit(tmp_path / "one", losses=losses, optim=optim)
     for stop in stops:
         with pytest.raises(Stopped):
-            fit(tmp_path / "parts", losses, stop, save_every=3, optim=optim)
+            fit(tmp_path / "parts", stop, losses, save_every=3, optim=optim)
     for epochs in (True, False):  # at last as if stopped between the last epoch and the end of the stage
-        final, again, weights = fit(tmp_path / "parts", losses, save_every=3, optim=optim)
-        assert same(final, expected) and again == figures and bool(weights) == epochs
+        final, again, weights = fit(tmp_path / "parts", losses=losses, save_every=3, optim=optim)
+        assert final.equal(expected) and again == figures and bool(weights) == epochs
     logs = [list(read_jsonl(tmp_path / name / "model.log.jsonl")) for name in ("one", "parts")]
     assert logs[0] == logs[1]
     assert [line["step"] for line in logs[0] if "lr" in line] == list(range(1, figures["steps"] + 1))
@@ -134,61 +129,79 @@ def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("one"), LOSSES)
+    return fit(tmp_path_factory.mktemp("one"))
 
 
-def stopped(folder: Path, stop: int = 9, **more: object) -> Path:
+def stopped(folder: Path) -> Path:
     """A training that was stopped; returns its last state."""
     with pytest.raises(Stopped):
-        fit(folder, LOSSES, stop, save_every=3, **more)
+        fit(folder, 9, save_every=3)
     return folder / "model.parts" / "last.safetensors"
 
 
-def log_of(state: Path) -> list[dict]:
-    with safe_open(state, "pt") as file:
-        return json.loads(file.metadata()["log"])
+def full_disk(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A file of this name finds no room; a state leaves a draft."""
+    usual = open
+
+    def save_full(state: dict, draft: Path, log: dict) -> None:
+        draft.write_bytes(b"cut")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    def open_full(file, *args, **options):
+        return usual("/dev/full" if Path(file).name in (name, f".{name}.draft0") else file, *args, **options)
+
+    def fill(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr("builtins.open", open_full)
+        if name.endswith(".safetensors"):
+            patch.setattr("qlass.training.save_file", save_full)
+
+    return fill
 
 
-def test_a_stop_in_the_midst_of_a_state_loses_nothing(tmp_path, unbroken):
+def diverging(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    usual = sft.sft_loss
+    return lambda patch: patch.setattr("sft.sft_loss", lambda *arguments: change(usual(*arguments)))
+
+
+FAULTS = {
+    "no room for a state": (
+        full_disk("last.safetensors"),
+        r"model\.parts/last\.safetensors: .*No space left on device",
+    ),
+    "no room for the log": (full_disk("model.log.jsonl"), r"model\.log\.jsonl: .*No space left on device"),
+    "a loss": (diverging(lambda loss: loss * math.nan), "loss nan, gradient nan: .*lower --lr"),
+    "a gradient": (
+        diverging(lambda loss: loss + (loss - loss.detach()).sqrt()),
+        r"loss \d.*, gradient (inf|nan): .*lower --lr",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_one_line_and_the_next_start_goes_on_as_if_it_had_not_been(fault, tmp_path, monkeypatch, unbroken):
+    spoil, says = FAULTS[fault]
     last = stopped(tmp_path)
-    last.with_name(".last.safetensors.draft0").write_bytes(last.read_bytes()[:1000])
-    final, figures, weights = fit(tmp_path, LOSSES, save_every=3)
-    assert same(final, unbroken[0]) and figures == unbroken[1] and len(weights) == 2
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=says) as error:
+        spoil(patch)
+        fit(tmp_path, save_every=3)
+    assert str(error.value).startswith(str(tmp_path)) and "\n" not in str(error.value)
+    final, figures, weights = fit(tmp_path, save_every=3)
+    assert final.equal(unbroken[0]) and figures == unbroken[1] and len(weights) == 2
     assert {file.name for file in last.parent.iterdir()} == {"last.safetensors", "best.safetensors"}
 
 
 class Evil:
     """A pickle that makes a folder where it is read."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
     def __reduce__(self) -> tuple:
-        return Path.mkdir, (self.folder,)
-
-
-@pytest.mark.parametrize("name", ["last.safetensors", ".metadata", "last"])
-def test_a_state_of_somebody_else_runs_no_code(tmp_path, name):
-    """A pickle in its place, or beside it, where torch's distributed checkpoints have theirs."""
-    last = stopped(tmp_path)
-    last.with_name(name).write_bytes(pickle.dumps(Evil(tmp_path / "struck")))
-    pickle.loads(pickle.dumps(Evil(tmp_path / "loaded")))
-    assert (tmp_path / "loaded").exists()
-    if name == last.name:
-        with pytest.raises(UserError, match=r"last\.safetensors can't be read"):
-            fit(tmp_path, LOSSES)
-    else:
-        fit(tmp_path, LOSSES)
-    assert not (tmp_path / "struck").exists()
-
-
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 100)
+        return Path.mkdir, (Path("struck"),)
 
 
 def rewritten(change: Callable[[dict], object]) -> Callable[[Path], None]:
     def spoil(file: Path) -> None:
-        tensors, log = load_file(file), {"log": json.dumps(log_of(file))}
+        with safe_open(file, "pt") as state:
+            log = state.metadata()
+        tensors = load_file(file)
         change(tensors)
         save_file(tensors, file, log)
 
@@ -196,94 +209,60 @@ def rewritten(change: Callable[[dict], object]) -> Callable[[Path], None]:
 
 
 LAYER, NORM = "model.layers.1.mlp.up_proj.weight ", "model.norm.weight "
-SPOILT_STATES = [
-    (cut, "not fully covered"),
-    (rewritten(lambda tensors: tensors.pop(LAYER)), f"tensor {LAYER.strip()}"),  # layers renamed by a library
-    (rewritten(lambda tensors: tensors.update({"model.old.weight exp_avg": torch.zeros(2)})), "'model.old.weight'"),
-    (rewritten(lambda tensors: tensors.update({NORM: torch.zeros(2)})), "size"),
-    (lambda file: save_file(load_file(file), file), "not subscriptable"),
-]
+SPOILT_STATES = {  # a weight that a state lacks would keep what it was at the start
+    "a pickle": (lambda file: file.write_bytes(pickle.dumps(Evil())), ""),
+    "layers renamed by a library": (rewritten(lambda tensors: tensors.pop(LAYER)), f"tensor {LAYER.strip()}"),
+    "another weight": (
+        rewritten(lambda tensors: tensors.update({"model.old.weight exp_avg": torch.zeros(2)})),
+        "'model.old.weight'",
+    ),
+    "another size": (rewritten(lambda tensors: tensors.update({NORM: torch.zeros(2)})), "size"),
+    "no log": (lambda file: save_file(load_file(file), file), "not subscriptable"),
+}
 
 
-@pytest.mark.parametrize(("spoil", "says"), SPOILT_STATES)
-def test_a_state_that_is_cut_or_of_other_weights_is_refused_in_one_line(tmp_path, spoil, says):
-    """A weight that it lacks would keep what it was at the start."""
+@pytest.mark.parametrize("name", SPOILT_STATES)
+def test_a_state_of_another_kind_is_refused_in_one_line(name, tmp_path):
+    spoil, says = SPOILT_STATES[name]
     spoil(stopped(tmp_path))
     with pytest.raises(UserError, match=f"can't be read; delete .*model.parts to begin again: .*{says}") as error:
-        fit(tmp_path, LOSSES)
-    assert "\n" not in str(error.value)
+        fit(tmp_path)
+    assert "\n" not in str(error.value) and not Path("struck").exists()
 
 
-@pytest.mark.parametrize("file", ["last.safetensors", "model.log.jsonl"])
-def test_a_full_disk_is_one_line_with_the_file_and_the_next_start_goes_on(tmp_path, file, monkeypatch, unbroken):
-    stopped(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(UserError) as error:
-        fill_the_disk(patch, file)
-        fit(tmp_path, LOSSES)
-    assert re.fullmatch(rf"{tmp_path}/\S*{file}: .*No space left on device.*", str(error.value))
-    final, figures, _ = fit(tmp_path, LOSSES)
-    assert same(final, unbroken[0]) and figures == unbroken[1]
-
-
-def fill_the_disk(patch: pytest.MonkeyPatch, name: str) -> None:
-    """A file of this name, or its draft, finds no room."""
-    usual = open
-
-    def save_full(*_: object) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    def open_full(file, *args, **options):
-        full = Path(file).name in (name, f".{name}.draft0")
-        return usual("/dev/full" if full else file, *args, **options)
-
-    if name.endswith(".safetensors"):
-        patch.setattr("qlass.training.save_file", save_full)
-    patch.setattr("builtins.open", open_full)
+def test_a_pickle_where_torch_has_them_is_not_read(tmp_path):
+    last = stopped(tmp_path)
+    for name in (".metadata", "last"):
+        last.with_name(name).write_bytes(pickle.dumps(Evil()))
+    fit(tmp_path)
+    assert not Path("struck").exists()
+    pickle.loads(last.with_name("last").read_bytes())
+    assert Path("struck").exists()
 
 
 def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, capsys):
     out, parts = tmp_path / "model", tmp_path / "model.parts"
 
-    def begun(**more: object) -> Training:
-        config = dataclasses.replace(SETTINGS, run=tmp_path, **more)
-        log = Training(out, config, {}, {})
+    def is_complete(**more: object) -> bool:
+        log = Training(out, dataclasses.replace(SETTINGS, run=tmp_path, **more), {}, {})
         log.lock.release()
-        return log
+        return log.complete
 
     with pytest.raises(Stopped):
-        fit(tmp_path, LOSSES, 5)
-    assert not begun(save_every=9, micro_tokens=5).complete  # what rounds may differ
-    with pytest.raises(UserError, match="was begun with lr"):
-        begun(lr=0.2)
-    begun(lr=0.2, overwrite=True)  # and stopped before its first state, which alone ends the older ones
-    assert not begun().complete and (parts / "last.safetensors").exists()
+        fit(tmp_path, 5)
+    assert not is_complete(save_every=9, micro_tokens=5)  # what rounds may differ
+    is_complete(lr=0.2, overwrite=True)  # stopped before its first state, which alone ends the older ones
+    assert not is_complete() and (parts / "last.safetensors").exists()
     with pytest.raises(Stopped):
-        fit(tmp_path, LOSSES, 5, lr=0.2, overwrite=True)
-    lines = log_of(parts / "last.safetensors")
-    rates = [line["lr"] for line in lines if "lr" in line]
-    assert len(rates) == 4 and max(rates) == 0.2
+        fit(tmp_path, 5, lr=0.2, overwrite=True)
+    rates = [line["lr"] for line in read_jsonl(tmp_path / "model.log.jsonl") if "lr" in line]
+    assert len(rates) == 5 and max(rates) == 0.2  # from the first update on
     parts.rename(tmp_path / "other")
     out.mkdir()
-    assert begun().complete and begun(overwrite=True).complete is False
+    assert is_complete() and not is_complete(overwrite=True)
     (tmp_path / "other").rename(parts)
-    assert not begun(lr=0.2).complete  # the old one is there, the new one is being made
+    assert not is_complete(lr=0.2)  # the old one is there, the new one is being made
     assert "is complete; --overwrite trains it again" in capsys.readouterr().out
-
-
-SPOILT = [
-    (lambda loss: loss * math.nan, r"loss nan, gradient nan: .*lower --lr"),
-    (lambda loss: loss + (loss - loss.detach()).sqrt(), r"loss \d.*, gradient (inf|nan): .*lower --lr"),
-]
-
-
-@pytest.mark.parametrize(("spoil", "says"), SPOILT)
-def test_an_update_that_is_not_finite_stops_the_run_and_spoils_no_weights(tmp_path, spoil, says):
-    with pytest.raises(UserError, match=says):
-        fit(tmp_path, [1.0] * 6, spoil=spoil)
-    lines = log_of(tmp_path / "model.parts" / "last.safetensors")
-    assert [line["step"] for line in lines if "lr" in line][-1] == 4
-    weights, _, _ = fit(tmp_path, [1.0] * 6)  # goes on
-    assert all(p.isfinite().all() for p in weights)
 
 
 class Copies(TorchDispatchMode):
@@ -338,11 +317,11 @@ TRAININGS = [  # a stage, what it learns from and how, and the number of process
 def test_processes_share_the_work_and_train_what_one_does(stage, flags, n, tmp_path, agent, fake_world, monkeypatch):
     """Also where they are stopped and started again."""
     labels, expert = tmp_path / "labels.jsonl", tmp_path / "mine.jsonl"
-    labels.write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))
-    played = [demonstrate(FakeEnv(), f"train{i}") | {"env": "frozenlake"} for i in range(5)]
-    expert.write_text(dump(played))
-    common = f"--env frozenlake --run {tmp_path} --epochs 2 --micro-tokens 40 --batch 4 --save-every 1"
-    argv = [*common.split(), *flags.format(agent=agent, labels=labels, expert=expert).split()]
+    tasks = [f"train{i}" for i in range(5)]
+    labels.write_text(dump([node for task in tasks for node in labelled_tree(task)]))
+    expert.write_text(dump([demonstrate(FakeEnv(name="frozenlake"), task) for task in tasks]))
+    common = f"--env frozenlake --run {tmp_path} --epochs 2 --micro-tokens 40 --batch 4 --save-every 1 "
+    argv = (common + flags.format(agent=agent, labels=labels, expert=expert)).split()
     one, two = ([*argv, "--out", name] for name in ("by-1", "by-2"))
     main = importlib.import_module(stage).main
     main(one)
@@ -359,11 +338,11 @@ def test_processes_share_the_work_and_train_what_one_does(stage, flags, n, tmp_p
         launch(main, two, 7)
     launch(main, two, 0, n)
     alone, both = (meta_of(tmp_path / name) for name in ("by-1", "by-2"))
-    losses = [[epoch["loss"] for epoch in meta["curve"]] for meta in (alone, both)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    losses, ours = ([epoch["loss"] for epoch in meta["curve"]] for meta in (alone, both))
+    assert losses == pytest.approx(ours, rel=1e-4)
     assert alone["tokens"] == both["tokens"] and not (tmp_path / "by-2.parts").exists()
     for file in (tmp_path / "by-1").glob("*.safetensors"):
-        mine, ours = load_file(file), load_file(tmp_path / "by-2" / file.name)
-        for name, weight in mine.items():  # Adam makes a step of a gradient that is rounding alone
-            far = (ours[name] - weight).abs()
+        weights = load_file(tmp_path / "by-2" / file.name)
+        for name, weight in load_file(file).items():  # Adam makes a step of a gradient that is rounding alone
+            far = (weights[name] - weight).abs()
             assert far.mean() < 1e-5 and far.max() < 1e-3, name
