@@ -65,7 +65,7 @@ def write_labels(config: Config, values: Values = q_values) -> None:
     path = find_or_make(config.trees, "build_trees", "trees.jsonl", config)
     out = config.path
     labelled = [label(tree, values(tree, config.gamma)) for tree in read_trees(path)]
-    # Targets of experiments.targets are labels of the same name.
+    # experiments.targets makes `q` by other rules; the recipe names the rule.
     meta = begin(out, config, {"target": "q"} | config.recipe(), {"trees": path})
     publish(out, chain(*labelled), meta | {"trees": len(labelled)} | costs(began))
     flat = sum(not any(node["q"] for node in tree) for tree in labelled)

@@ -6,11 +6,13 @@
     python build_trees.py --env webshop --depth 3 --width 3
 
 For each training task the agent plays rollouts from the root, then from the nodes of branches that
-scored. A node is expanded while it has fewer than W children and its depth is at most D. A
-branch without reward queues nothing or, with --prune tail, its first two nodes.
+scored, the demonstration's among them. A node is expanded while it has fewer than W children and
+its depth is at most D. A branch without reward queues nothing or, with --prune tail, its first two
+nodes.
 
-The paper grows trees on the tasks that the agent was cloned from (--tasks cloned). --tasks new
-takes training tasks from the end of the list: an agent is cloned from the tasks at its beginning.
+The paper grows trees on the tasks that the agent was cloned from (--tasks cloned; with --expert on
+those of that file). --tasks new takes training tasks from the end of the list: an agent is cloned
+from the tasks at its beginning.
 
 Where the paper leaves a choice:
 - The queue gets the expanded node again, with its new branch. Else no node would get W children.
@@ -90,7 +92,7 @@ class Node:
     action: str | None = None
     reward: float = 0.0
     done: bool = False  # the environment has ended the episode
-    reward_at_limit: float | None = None  # what the agent's own limit of steps left it with
+    reward_at_limit: float | None = None  # where the agent's own limit of steps stopped it
     source: str = "root"  # who took the action first: "policy" or "expert"
     branch: int = 0  # number of the trajectory that created the node
     demonstrated: bool = False  # the demonstration passes here
@@ -143,7 +145,7 @@ class Explorer:
         if demonstrations is not None:
             await self.process_queue(queue, bound / 2)  # lines 4-10
             branch = self.add_demonstration(root, moves)  # line 11
-            # In front of the queue: at its end, the bound would never let them come up.
+            # In front of the queue: at its end, a bound would let few of them come up.
             queue.extendleft(reversed(branch))  # line 12
             bound += 1  # the demonstration is a branch, and no rollout
         await self.process_queue(queue, bound)  # line 13; without a demonstration lines 4-10
@@ -151,7 +153,7 @@ class Explorer:
         return root
 
     async def process_queue(self, queue: deque[Node], bound: float) -> None:
-        """ProcessExpansionQueue, until the tree has `bound` branches."""
+        """ProcessExpansionQueue, until it is empty or the tree has `bound` branches."""
         while queue and self.branches < bound:  # line 4
             node = queue.popleft()  # line 5: first in, first out
             if self.may_expand(node):  # line 6
@@ -168,19 +170,20 @@ class Explorer:
             return False
         return len(node.children) < self.width and node.rollouts < self.width + EXTRA_ROLLOUTS
 
-    async def rollout(self, node: Node) -> list[Node]:
-        """The agent plays from a node to the end of the episode. Returns the branch, node first."""
+    async def rollout(self, origin: Node) -> list[Node]:
+        """The agent plays from a node to the end of the episode, or to its limit of steps. Returns
+        the branch, which begins with that node."""
         self.branches += 1
-        node.rollouts += 1
-        branch = [node]
+        origin.rollouts += 1
+        node, branch = origin, [origin]
         draws = 1 + EXTRA_DRAWS
         while not node.done and node.depth < self.max_steps:
-            self.env.restore(node.snapshot)  # step() may have returned an old child
-            key = (self.task_id, self.branches, node.depth)
-            candidates = await ask(self.env, node.state, draws, key, self.rendering)
+            self.env.restore(node.snapshot)  # child_by() may have returned an old child
+            noise = (self.task_id, self.branches, node.depth)
+            candidates = await ask(self.env, node.state, draws, noise, self.rendering)
             actions = [candidate.text for candidate in candidates]
             new = [action for action in actions if self.key(action) not in node.children]
-            node = self.step(node, new[0] if new else actions[0])
+            node = self.child_by(node, new[0] if new else actions[0])
             branch.append(node)
             draws = 1
         if not node.done:
@@ -206,7 +209,8 @@ class Explorer:
         """
         self.branches += 1
         branch = [root]
-        for move, snapshot in moves[1:]:
+        _, *played = moves  # the first is the task's start
+        for move, snapshot in played:
             node, key = branch[-1], self.key(move.action)
             if key not in node.children:
                 # In the words of the tree, whose older nodes may have other thoughts.
@@ -216,7 +220,7 @@ class Explorer:
             branch.append(node.children[key])
         return branch
 
-    def step(self, node: Node, action: str) -> Node:
+    def child_by(self, node: Node, action: str) -> Node:
         """The child that the agent's action leads to. The environment must stand at the node."""
         if self.key(action) not in node.children:
             recognise(self.env, action)

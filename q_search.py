@@ -1,7 +1,7 @@
 """Stage 5: Q-guided generation (Sec. 4.4, Alg. 4), and other ways to act.
 
     reads   RUN/sft/ (the agent), RUN/qnet/ (where a method asks for Q)
-    writes  RUN/results.jsonl: a line per task and method, with each step's candidates and their Q
+    writes  RUN/results.jsonl: a line per task and method, each step's candidates with their scores
 
     python q_search.py --env webshop --method qlass -M 2 -N 1
 
@@ -268,11 +268,12 @@ class Search:
         self.chat, self.backends[Sample] = agent.chat, agent.sample
 
     def play(self, plan: Sequence[Any]) -> None:
-        """Play the tasks by each method of the plan: a line of results.jsonl as each ends.
+        """Play the tasks by each method of the plan, and write a line for each.
 
         A method needs `settings()` (the fields that identify it), `str()`, and `play(env, task_id,
-        chat)`, a coroutine that returns the outcome. Its first five episodes and one in fifty are
-        played again from their actions, unless its `replays` is false.
+        chat)`, a coroutine that returns the outcome. Of a command's episodes the first five (of a
+        slow simulator the first) and one in fifty are played again from their actions, unless its
+        `replays` is false.
         """
         config, env = self.config, self.env
         settings = config.recipe() | env.settings
@@ -285,7 +286,7 @@ class Search:
             planned += keys
             todo = out.todo(keys)
             lines = (
-                self.line(method, task_id, n * env.replay_every < 5 or n % 50 == 0)
+                self.play_task(method, task_id, n * env.replay_every < 5 or n % 50 == 0)
                 for n, (task_id, *_) in enumerate(todo)
             )
             side_by_side = config.in_flight or env.side_by_side
@@ -304,7 +305,7 @@ class Search:
         }
         return shared | method.settings()
 
-    async def line(self, method: Any, task_id: str, again: bool) -> list[dict]:
+    async def play_task(self, method: Any, task_id: str, again: bool) -> list[dict]:
         """Play a task: its line of results.jsonl. again: also from the actions, to compare."""
         fork = self.env.fork()
         outcome = await method.play(fork, task_id, self.chat)

@@ -9,11 +9,11 @@
 The loss is the cross-entropy of the assistant's tokens, which the expert wrote. Instruction and
 observations are context. `--model tiny` is a Llama of 0.7 M parameters with a tokenizer of its
 own, which reads with the aids of qlass/tiny.py. Any other model keeps its tokenizer and its chat
-template, and writes free text, "Thought: ... Action: ...", as in the paper.
+template. As in the paper it writes free text, "Thought: ... Action: ...", or, with --candidates
+valid, chooses among the actions that the environment lists.
 """
 
 from qlass import UserError  # first: it tells a missing package in one line
-from qlass.inputs import checkpoint
 
 # isort: split
 import dataclasses
@@ -33,6 +33,7 @@ from qlass import demonstrations, device, models, tiny
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration
 from qlass.files import warn
+from qlass.inputs import checkpoint
 from qlass.messages import State
 from qlass.policy import Policy
 from qlass.settings import Learning, place, read_settings, run_stage, workload
@@ -68,8 +69,8 @@ def hold_out_tasks(expert: list[Demonstration]) -> tuple[list[Demonstration], li
     tasks = list(dict(of_task))
     n = max(16, len(tasks) // 20) if len(tasks) >= 64 else 0
     held_out = {tasks[i * len(tasks) // n] for i in range(n)}
-    learned = [line for task, line in of_task if task not in held_out]
-    return learned, [line for task, line in of_task if task in held_out]
+    training_set = [line for task, line in of_task if task not in held_out]
+    return training_set, [line for task, line in of_task if task in held_out]
 
 
 def check_demonstrations(expert: list[Demonstration], chat: Chat, max_tokens: int) -> None:
@@ -97,7 +98,9 @@ def check_demonstrations(expert: list[Demonstration], chat: Chat, max_tokens: in
                 f"demonstration {number}: its first action ends at token {first:,}, and"
                 f" {max_tokens:,} are read (--max-tokens, or the model's context)"
             )
-        lost += sum(map(len, chat.message_tokens(state))) > max_tokens
+        ends = chat.aids.example_ends(state)
+        tokens = [sum(map(len, chat.message_tokens(state.prefix(n)))) for n in ends]
+        lost += max(tokens) > max_tokens
     if lost:
         share = f"{lost} of {len(expert)} demonstrations"
         warn(f"{share} lose their actions beyond {max_tokens:,} tokens")
@@ -125,7 +128,7 @@ class Example:
 
 def longest_answer(example: Example) -> int:
     """The number of tokens in its longest answer."""
-    runs = itertools.groupby(example.labels, NO_TARGET.__ne__)
+    runs = itertools.groupby(example.labels, lambda label: label != NO_TARGET)
     return max(len(list(run)) for written, run in runs if written)
 
 
@@ -195,12 +198,15 @@ def train(
                     micro_loss = loss_of(model, portion) / n  # Eq. (5), per token
                 (weight * micro_loss).backward()  # gradients accumulate
                 loss += weight * micro_loss.item()
-            loss = training.reduce(loss)  # over processes; clips gradients and sets the rate
+            loss = training.sum_gradients(loss)  # of all processes
+            training.clip_gradients(loss)
+            training.set_rate()
             optimizer.step()
             optimizer.zero_grad()
             training.end_update(loss, tokens=sum(map(len, batch)))
         with device.autocast(config):
             training.end_epoch(validate(model, validation, config.micro_tokens))
+    training.save_state("last")  # so that no update is lost if the checkpoint fills the disk
 
 
 @torch.no_grad()
@@ -220,9 +226,9 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
 
 def start_of(config: Config) -> Path | None:
     """The folder of the model to train. None: the tiny one, from scratch."""
-    if config.model == "tiny" and (config.lora or config.load_in):
-        raise UserError("--lora, --load-in: the tiny model is trained whole, in all bits")
     if config.model == "tiny":
+        if config.lora or config.load_in:
+            raise UserError("--lora, --load-in: the tiny model is trained whole, in all bits")
         return None
     start = checkpoint(config.model)
     if Rendering.load(start).mark_matches:
@@ -279,14 +285,14 @@ def clone(
     model, chat = model_and_chat(config, env, expert, start)
     max_tokens = int(min(config.max_tokens, chat.context))
     check_demonstrations(expert, chat, max_tokens)
-    learned, held_out = hold_out_tasks(expert)
+    training_set, held_out = hold_out_tasks(expert)
     if config.candidates == "free":  # in play no answer is cut that was learned
-        longest = max(map(longest_answer, examples_of(chat, learned, max_tokens)))
+        longest = max(map(longest_answer, examples_of(chat, training_set, max_tokens)))
         chat.rendering.max_new_tokens = max(chat.rendering.max_new_tokens, longest)
     if config.lora:
         models.refuse_untrained(model, chat.stop_id)
     adapter = models.prepare_training(model, config)
-    examples = list(make_examples(chat, learned, max_tokens))
+    examples = list(make_examples(chat, training_set, max_tokens))
     validation = list(examples_of(chat, held_out, max_tokens))
     train(model, examples, validation, config, training, loss_of)
     training.load_best()

@@ -10,17 +10,16 @@ token of (s, a) onto that pair's Q-value (--loss-on all). The presets of the tin
 last token alone, from which it learns more (docs/differences.md).
 
 The readable form of the loss is `family_loss`; --plain trains with it, pair by pair. By default
-the pairs of a tree, which begin alike, are packed so that each token goes through the backbone
-once, at a fraction of the cost and with the same loss (qlass/fast/packing.py).
+the pairs of a tree, which begin alike, are packed so that what they share goes through the backbone
+once a pack, at a fraction of the cost and with the same loss (qlass/fast/packing.py).
 
-Held-out trees (of one task in ten) show whether QNet ranks *siblings*, the actions of one state:
-search compares nothing else. --rank-weight adds a loss on their differences.
+Held-out trees (of one task in ten) show whether QNet ranks *siblings*, the actions of one state, as
+search compares them at each step. --rank-weight adds a loss on their differences.
 """
 
 from __future__ import annotations
 
 from qlass import UserError  # first: it tells a missing package in one line
-from qlass.inputs import find_agent, find_or_make
 
 # isort: split
 import json
@@ -40,6 +39,7 @@ from transformers import AutoModel
 from qlass import device, files, models
 from qlass.batching import Score
 from qlass.chat import Chat
+from qlass.inputs import find_agent, find_or_make
 from qlass.messages import State
 from qlass.pairs import Pack, Pair, families, hold_out_trees, ranking, read_pairs
 from qlass.policy import QUESTION
@@ -97,14 +97,14 @@ class QNet(nn.Module):
         return self.apply_head(self.backbone(**inputs).last_hidden_state)  # Eq. (9): h_1 .. h_T
 
     def forward_at(self, mask: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """V of the N tokens of a mask (B, T) alone, (N,), as the head costs a tiny model more than
-        its backbone."""
+        """V of the N tokens that a mask (B, T) marks, (N,): on a tiny model the head costs more
+        than the backbone."""
         return self.apply_head(self.backbone(**inputs).last_hidden_state[mask])
 
-    def apply_head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def apply_head(self, states: torch.Tensor) -> torch.Tensor:
         """Eq. (10): V of hidden states (..., D), (...)."""
-        with torch.autocast(hidden.device.type, enabled=False):  # in bf16 siblings would tie
-            return self.head(hidden.to(next(self.head.parameters()).dtype)).squeeze(-1)
+        with torch.autocast(states.device.type, enabled=False):  # in bf16 siblings would tie
+            return self.head(states.to(next(self.head.parameters()).dtype)).squeeze(-1)
 
     def values(self, state: State, action: str) -> torch.Tensor:
         """V of each token of (s, a), (T,)."""
@@ -228,7 +228,9 @@ def train(
                     micro_loss = loss_of(qnet, portion, config) / n  # Eq. (11), per pair
                 (weight * micro_loss).backward()  # gradients accumulate
                 loss += weight * micro_loss.item()
-            loss = training.reduce(loss)  # over processes; clips gradients and sets the rate
+            loss = training.sum_gradients(loss)  # of all processes
+            training.clip_gradients(loss)
+            training.set_rate()
             optimizer.step()
             optimizer.zero_grad()
             training.end_update(loss, tokens=sum(pack.tokens for pack in batch))
@@ -239,6 +241,7 @@ def train(
         # epoch, else the whole error.
         by = "within_mse" if config.rank_weight and ranks["sibling_pairs"] else "mse"
         training.end_epoch(ranks[by] if len(held_out) >= MIN_HELD_OUT else None, held_out=ranks)
+    training.save_state("last")  # so that no update is lost if the checkpoint fills the disk
 
 
 # --------------------------------------------------------------------------------------------- main
@@ -248,7 +251,7 @@ def new_qnet(sft: Path, config: Config) -> QNet:
     """A QNet of the agent's weights and a new head."""
     torch.manual_seed(config.seed)  # here: the agent may have been trained in this process just now
     qnet = QNet(*models.load_model(sft, config, train=not config.lora, body=True), config.hidden)
-    if device.is_divided(qnet.backbone) and not config.lora:  # as gradients of two kinds do not mix
+    if device.is_divided(qnet.backbone) and not config.lora:  # their gradients are clipped together
         device.divide(qnet.head, next(qnet.backbone.parameters()).device_mesh)
     return qnet
 
@@ -281,11 +284,11 @@ def learn(config: Config, loss_of: Loss = pack_loss) -> None:
         return
     qnet = new_qnet(sft, config)
     tasks, trees = read_pairs(labels)
-    learned, held_out = hold_out_trees(trees)
+    training_set, held_out = hold_out_trees(trees)
     adapter = models.prepare_training(qnet.backbone, config)
-    train(qnet, learned, held_out, config, training, loss_of)
+    train(qnet, training_set, held_out, config, training, loss_of)
     training.load_best()
-    ranks = training.curve[training.best_epoch - 1]["held_out"]
+    ranks = training.best["held_out"]
     training.finish(
         lambda folder: save(qnet, folder, config, adapter, trees[0]),
         fingerprint(qnet, trees[0]),

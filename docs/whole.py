@@ -40,7 +40,7 @@ M = 4  # candidates at each step of the search
 env = envs.make("frozenlake", map="4x4")
 
 
-def executed(action: str) -> str:
+def executable(action: str) -> str:
     """The part of an action that the environment executes: actions that share it are one child."""
     return env.canonical(parse_action(action))
 
@@ -119,7 +119,7 @@ def explore(task: str) -> Node:
 
     def add(node: Node, action: str, state: State, reward: float, done: bool) -> Node:
         child = Node(state, env.snapshot(), node.depth + 1, node, action, reward, done)
-        node.children[executed(action)] = child
+        node.children[executable(action)] = child
         return child
 
     def rollout(node: Node) -> list[Node]:  # lines 7-8
@@ -128,9 +128,9 @@ def explore(task: str) -> Node:
             env.restore(node.snapshot)
             n = 3 if len(branch) == 1 else 1  # more draws of the first action, to find a new child
             drawn = draw(node.state, n, (task, branches, node.depth), temperature=1.0)
-            new = [action for action in drawn if executed(action) not in node.children]
+            new = [action for action in drawn if executable(action) not in node.children]
             action = new[0] if new else drawn[0]
-            child = node.children.get(executed(action))
+            child = node.children.get(executable(action))
             node = child or add(node, action, *step(env, node.state, action))
             branch.append(node)
         return branch
@@ -154,7 +154,7 @@ def explore(task: str) -> Node:
     branch = [root]
     for move in replay(env, task):  # line 11: the demonstration joins the tree
         if move.action:  # else it is the start
-            child = branch[-1].children.get(executed(move.action))
+            child = branch[-1].children.get(executable(move.action))
             branch.append(child or add(branch[-1], *move))
     queue.extendleft(reversed(branch))  # line 12
     process_queue(ROLLOUTS + 1)  # line 13
@@ -224,7 +224,7 @@ def episode(task: str, m: int, temperature: float) -> float:
     reward, done, t = 0.0, False, 0
     while not done and t < STEPS:  # line 4
         drawn = draw(state, m, (task, 0, t), temperature)  # lines 5-6
-        candidates = {executed(action): action for action in reversed(drawn)}  # of those executed alike the first
+        candidates = {executable(action): action for action in reversed(drawn)}  # of equal ones the first
         q = {action: float(qnet(state, action)[-1]) for action in candidates.values()}  # line 7: Q(s, a)
         action = max(q, key=q.__getitem__)  # line 8: argmax_a Q(s, a)
         state, reward, done = step(env, state, action)  # lines 9-10

@@ -43,7 +43,8 @@ def autocast(config: Model) -> torch.autocast:
 def join(config: Model) -> None:
     """Join the processes that torchrun started. A process alone does nothing."""
     place, _ = device_and_precision(config)
-    if rank_and_size()[1] > 1:
+    _, processes = rank_and_size()
+    if processes > 1:
         if place.type == "cuda":  # else each process would also open the first one's GPU
             torch.cuda.set_device(place)
         with as_user_error("torchrun sets RANK, WORLD_SIZE and MASTER_ADDR", errors=ValueError):
@@ -52,7 +53,8 @@ def join(config: Model) -> None:
 
 def is_first() -> bool:
     """True for the process that writes."""
-    return rank_and_size()[0] == 0
+    rank, _ = rank_and_size()
+    return rank == 0
 
 
 def wait() -> None:

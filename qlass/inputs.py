@@ -73,7 +73,9 @@ def make(path: Path, stage: str, config: Run) -> None:
         raise UserError(f"{config.run}: no such run; python sft.py {flags} begins it")
     if commands != [flags]:
         raise UserError(f"{path} was begun by a command of its own: {stage} {commands[-1]}")
-    if rank_and_size()[1] > 1 or (stage != "sft" and getattr(config, "sft", None)):
+    _, processes = rank_and_size()
+    other_agent = stage != "sft" and getattr(config, "sft", None)  # these flags would not name it
+    if processes > 1 or other_agent:
         raise UserError(f"{path} is missing: make it first, by {stage}.py and one process")
     labels = config.run / "q_labels.jsonl"
     if stage == "build_trees" and labels.exists():
@@ -89,9 +91,11 @@ def changes(output: Path) -> Iterator[str]:
     """A sentence for each input of an output, or of an input behind it, that has changed since, and
     for each setting that was edited since."""
     meta, file = meta_of(output), output.with_name("settings.toml")
-    recipe, old = meta["recipe"], meta.get("settings", {})  # none: the file may be anybody's
-    for name, value in settings_in(file, recipe["stage"]).items() if old else ():
-        if name in recipe and value not in (recipe[name], old.get(name, value)):
+    recipe, old = meta["recipe"], meta.get("settings", {})
+    now = settings_in(file, recipe["stage"]) if old else {}  # else the file may be anybody's
+    for name, value in now.items():
+        edited = name in old and value != old[name]
+        if edited and name in recipe and value != recipe[name]:
             difference = f"was made with {name} {recipe[name]}, and {file} says {value} now"
             yield f"{output} {difference}: make it again"
     for name, place in meta["inputs"].items():

@@ -1,4 +1,5 @@
-"""Outputs of the stages: complete or absent, made again by the same command, byte for byte.
+"""Outputs of the stages: complete or absent, made again by the same command, byte for byte but for
+the seconds in lines and metadata.
 
     RUN/settings.toml       the settings of all stages, environment and seed too
     RUN/trees.jsonl         an output
@@ -177,7 +178,8 @@ def claim(output: Path, meta: dict, again: bool) -> None:
 
 
 def remove_parts(output: Path) -> None:
-    """Remove the parts of a complete output, first what says that they replace it."""
+    """Remove the parts of a complete output. Their metadata go first: without these a stop leaves
+    nothing that says that the parts replace the output."""
     remove(parts_folder(output) / "meta.json")
     shutil.rmtree(parts_folder(output), ignore_errors=True)
 

@@ -150,11 +150,15 @@ class Training:
             return len(losses)
         return losses.index(min(losses)) + 1
 
+    @property
+    def best(self) -> dict:
+        """The log's line of the best epoch."""
+        return self.curve[self.best_epoch - 1]
+
     def epochs_left(self) -> Iterator[int]:
         """The epochs to do, from 0, until --patience of them bring no better validation."""
         while len(self.curve) < min(len(self.order), self.best_epoch + self.config.patience):
             yield len(self.curve)
-        self.save_state("last")  # if the disk is too full for the checkpoint no update is lost
 
     def updates_left(self, epoch: int) -> list[list[int]]:
         """The unfinished updates of the epoch at hand."""
@@ -173,30 +177,33 @@ class Training:
         spare = math.ceil(len(portions) / n) - len(own)
         return own + [(portions[-1], 0)] * spare
 
-    def reduce(self, loss: float) -> float:
-        """Sum the gradients of all processes, clip them to norm 1, and set the learning rate of
-        this update. Returns the sum of their losses, the update's mean.
+    def sum_gradients(self, loss: float) -> float:
+        """Sum the gradients of all processes. Returns the sum of their losses, the update's."""
+        if not distributed.is_initialized():
+            return loss
+        weights = self.trained.values()
+        total = torch.tensor(loss, device=next(iter(weights)).device, dtype=torch.float64)
+        distributed.all_reduce(total)
+        for weight in weights:
+            if not isinstance(weight, DTensor):  # whose gradients FSDP2 has summed
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                distributed.all_reduce(weight.grad)
+        return total.item()
 
-        UserError, before a weight has changed, for an update that is not finite.
-        """
-        if distributed.is_initialized():
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            total = torch.tensor(loss, device=trained[0].device, dtype=torch.float64)
-            distributed.all_reduce(total)
-            for p in trained:
-                if not isinstance(p, DTensor):  # whose gradients FSDP2 has summed
-                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                    distributed.all_reduce(p.grad)
-            loss = total.item()
+    def clip_gradients(self, loss: float) -> None:
+        """Clip the gradients to norm 1. UserError, before a weight has changed, for an update that
+        is not finite."""
         gradient = whole(nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)).item()
         if not math.isfinite(loss + gradient):
             raise UserError(
                 f"{self.out}: loss {loss}, gradient {gradient}: it has diverged: --overwrite and a"
                 " lower --lr"
             )
+
+    def set_rate(self) -> None:
+        """Set the learning rate of this update."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * cosine(self.step, self.steps)
-        return loss
 
     def end_update(self, loss: float, tokens: int) -> None:
         """Log an update. tokens: of its examples, without padding."""
@@ -222,8 +229,9 @@ class Training:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def save_state(self, name: str) -> None:
-        """Write a state: the weights and, of the last one, their moments, each by the weight's name
-        and its own. All gather; the first process writes, and its random numbers stand for all."""
+        """Write a state: each weight by its name, and its moments by its name and theirs. `name`:
+        "last", or "best", which has no moments. All processes gather; the first one writes, and its
+        random numbers stand for all."""
         state = {"random": RANDOM.get_rng_state()}
         for weight_name, weight in self.trained.items():
             moments = self.optimizer.state[weight] if name == "last" else {}
@@ -261,17 +269,18 @@ class Training:
             self.load_state("best")
 
     def finish(
-        self, save: Callable[[Path], list[float]], memory: list[float], **figures: Any
+        self, save: Callable[[Path], list[float]], expected: list[float], **figures: Any
     ) -> dict:
         """Write the checkpoint and its metadata, with these figures, which are returned.
 
         save: writes the files, reads them again, and returns their fingerprint. UserError if it
-        differs from that of the model in memory by 2 %, or by 20 % of one in few bits.
+        differs from the expected one, of the model in memory, by .02 and 2 % of it; in few bits by
+        .2 and 20 %.
         """
         figures |= {"steps": self.step, "curve": self.curve, "best_epoch": self.best_epoch}
         tokens = sum(line.get("tokens", 0) for line in self.lines)
         figures |= {"tokens": tokens} | costs(self.began)
-        figures["loss"] = self.curve[self.best_epoch - 1]["loss"]
+        figures["loss"] = self.best["loss"]
         gather(self.model)
         if distributed.is_initialized():
             distributed.destroy_process_group()  # the first process works on alone
@@ -279,9 +288,9 @@ class Training:
             with atomic(self.out) as draft:
                 figures["fingerprint"] = files = save(draft)
                 most = 0.2 if self.config.load_in else 0.02
-                if not np.allclose(files, memory, most, most):
+                if not np.allclose(files, expected, most, most):
                     raise UserError(
-                        f"{self.out}: its files give {files}, not {memory} as in memory"
+                        f"{self.out}: its files give {files}, not {expected} as in memory"
                     )
             write_json(meta_path(self.out), self.meta | figures)
             remove_parts(self.out)

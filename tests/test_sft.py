@@ -268,6 +268,13 @@ def test_an_answer_that_does_not_come_back_from_its_tokens_is_refused(spoil, ans
     assert str(error.value).startswith(f"demonstration 2: the answer {answer!r} comes back from its tokens as {back}")
 
 
+def test_each_page_that_a_markov_agent_reads_counts_as_cut(capsys):
+    markov = Chat(CHAT.tokenizer, Rendering(markov=True))
+    long = State((*STATE.messages[:4], ("user", "you stand at left " * 9), *STATE.messages[1:4]))
+    sft.check_demonstrations(shown(long, STATE), markov, 21)
+    assert "1 of 2 demonstrations lose their actions beyond 21 tokens" in capsys.readouterr().err
+
+
 # ---------------------------------------------- the environment's answers are cloned too (experiments/clone_answers.py)
 
 
