@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
@@ -29,17 +30,17 @@ def drive_in_order(players: Iterable[Coroutine], backends: Backends, width: int 
 
 
 @dataclasses.dataclass(frozen=True)
-class All(Request[list]):
-    """Several requests of one type, answered at once: `backends[All] = several(models[TYPE])`. A subclass a type."""
+class Call(Request[list]):
+    """Items for a function that answers lists of them; `drive` gives calls of one function one batch of all."""
 
-    requests: tuple[Request, ...]
+    function: Callable[[list], list]
+    items: tuple
 
 
-def several(model: Callable[[list], list]) -> Callable[[list[All]], list[list]]:
-    """Return a function that answers `All` requests, by one that answers each of theirs."""
-
-    def answer(batches: list[All]) -> list[list]:
-        replies = iter(model([request for batch in batches for request in batch.requests]))
-        return [[next(replies) for _ in batch.requests] for batch in batches]
-
-    return answer
+def answer(calls: list[Call]) -> list[list]:
+    """The backend of calls: {Call: answer}."""
+    items: dict[Callable, list] = defaultdict(list)
+    for call in calls:
+        items[call.function] += call.items
+    replies = {function: iter(function(batch)) for function, batch in items.items()}
+    return [[next(replies[call.function]) for _ in call.items] for call in calls]

@@ -1,7 +1,7 @@
 """Search by any score of the candidates in the place of a QNet's, on the same draws.
 
     python -m experiments.judges --run RUN --judge qnet=RUN/qnet agent=RUN/sft-longer vote chance true_value -M 2 6
-    python -m experiments.judges --run RUN --judge qnet=RUN/qnet overlap.py:score
+    python -m experiments.judges --run RUN --judge qnet=RUN/qnet overlap.py:score untried
 
     qnet=FOLDER         Q(s, a)
     agent=FOLDER        log pi(a | s) of another agent, among the valid actions if it chooses among these
@@ -9,20 +9,20 @@
     vote                how many of the M draws are this action
     chance              a random number
     true_value          how much reward can still be reached behind it (method "oracle_judge")
+    untried             or another score of experiments.qval that knows no true value, of equal ones one at random
     FILE.py:NAME        a function of your own, of a State and the list of its candidates: the list of their scores
 
 All judges see the draws of q_search.py --method qlass. A line of RUN/results-judges.jsonl has the method "judge" and,
 as `player`, the name of the judge's folder, function or word. The table shows each judge's reward, its difference from
-the first judge, the tokens and seconds of a task, and the share of pairs of siblings in held-out trees
-(RUN/q_labels.jsonl) that it ranks as their q: where the demonstration's action is the better one of the two, where it
-is the worse one, and where neither or both are the demonstration's. What is played is not played again, so a judge may
-come later.
+the first judge, the tokens (not what a score of experiments.qval reads) and seconds of a task, and the share of pairs
+of siblings in held-out trees (RUN/q_labels.jsonl) that it ranks as their q: where the demonstration's action is the
+better one of the two, where it is the worse one, and where neither or both are the demonstration's. What is played is
+not played again, so a judge may come later.
 """
 
 import dataclasses
 import math
 import runpy
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import chain, combinations
@@ -33,16 +33,16 @@ import numpy as np
 import pandas as pd
 
 import q_search
+from experiments import Call, answer
 from experiments.compare import Oracle, Variant
-from experiments.qval.scorers import Call, answer
+from experiments.qval.scorers import SCORERS, Context, Decision, Entry, by_model, entries, votes
 from qlass import UserError
 from qlass.agent import load_policy
-from qlass.batching import Candidate, Score, ask, drive
+from qlass.batching import Candidate, LogProb, Sample, ask, drive
 from qlass.chat import Rendering
-from qlass.environment import TextEnv
-from qlass.files import Inputs
 from qlass.inputs import checkpoint
-from qlass.messages import State, parse_action, replay
+from qlass.messages import State, replay
+from qlass.noise import uniforms
 from qlass.pairs import GAP, HELD_OUT, states_of
 from qlass.records import Label
 from qlass.settings import place, read_settings, run_stage, workload
@@ -63,24 +63,14 @@ class Config(q_search.Config):
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """The candidates of a step that a judge scores; `env` stands in the state."""
-
-    env: TextEnv
-    state: State
-    actions: list[str]
-    samples: Sequence[Candidate]  # the draws, of which the actions are those that differ
-
-
-@dataclasses.dataclass(frozen=True)
 class Judge(Variant):
     """Takes the candidate with the highest score."""
 
-    rank: Callable[[Choice], Awaitable[Sequence[float]]] | None = None
+    rank: Callable[[Decision], Awaitable[Sequence[float]]] | None = None
     reads: bool = False  # a model of its own reads the candidates, and is charged as QNet is
 
     async def scores(self, state: State, actions: list[str], samples: Sequence[Candidate], key: tuple) -> list[float]:
-        scores = list(map(float, await self.rank(Choice(self.env, state, actions, samples))))
+        scores = list(map(float, await self.rank(Decision(self.env, state, actions, key, samples))))
         if len(scores) != len(actions) or any(map(math.isnan, scores)):
             raise UserError(f"{self.player} gives {scores}: a number for each of {len(actions)} candidates is expected")
         return scores
@@ -89,28 +79,31 @@ class Judge(Variant):
         return step.candidates if self.reads else []
 
 
-async def by_model(model: Callable, choice: Choice) -> Sequence[float]:
-    """The values of a QNet, or an agent's log pi(a | s) of free text."""
-    (scores,) = await Call(model, (Score(choice.state, tuple(choice.actions)),))
-    return scores
-
-
-async def by_chooser(model: Callable, rendering: Rendering, choice: Choice) -> Sequence[float]:
+async def by_chooser(model: Callable, rendering: Rendering, decision: Decision) -> Sequence[float]:
     """log pi(a | s) of an agent that chooses among the valid actions; -inf of free text that is none of them."""
-    question = ask(choice.env, choice.state, 1, ("judge",), rendering, 1.0)
+    question = ask(decision.env, decision.state, 1, ("judge",), rendering, 1.0)
     (logprobs,) = await Call(model, (question,))
     valid = dict(zip(question.valid, logprobs, strict=True))
-    return [valid.get(action, -math.inf) for action in choice.actions]
+    return [valid.get(action, -math.inf) for action in decision.candidates]
 
 
-async def by_function(function: Callable, choice: Choice) -> Sequence[float]:
-    return function(choice.state, choice.actions)
+async def by_function(function: Callable, decision: Decision) -> Sequence[float]:
+    return function(decision.state, decision.candidates)
 
 
-async def vote(choice: Choice) -> Sequence[float]:
-    canonical = choice.env.canonical
-    votes = Counter(canonical(parse_action(sample.text)) for sample in choice.samples)
-    return [votes[canonical(parse_action(action))] for action in choice.actions]
+async def vote(decision: Decision) -> Sequence[float]:
+    return votes(decision, decision.samples)
+
+
+async def by_scorer(entry: Entry, context: Context, decision: Decision) -> Sequence[float]:
+    """The scores, -inf where there is none, with one of the highest, at random, a hair above the others: search takes
+    the first of equal ones, which is the agent's own preference."""
+    scores = np.array(await entry.scores(context, decision), float)
+    scores[np.isnan(scores)] = -math.inf
+    noise = uniforms(len(scores), context.config.seed, *decision.key, "tie")
+    top = np.lexsort((noise, scores))[-1]
+    scores[top] = np.nextafter(scores[top], math.inf) if np.isfinite(scores[top]) else 0.0  # 0: none has a score
+    return scores
 
 
 WORDS = {
@@ -118,12 +111,16 @@ WORDS = {
     "chance": Variant("judge", "chance", player="chance"),
     "true_value": Oracle("oracle_judge", player="true_value", looks=True),
 }
+SCORES = [name for name, entry in SCORERS.items() if not {"truth", "judge"}.intersection(entry.needs)]
 
 
-def load(text: str, config: Config, inputs: Inputs) -> Variant:
-    """A judge; `inputs` gets what it is read from."""
+def load(text: str, search: q_search.Search) -> Variant:
+    """A judge; the inputs of the search get what it is read from."""
+    config, inputs = search.config, search.inputs
     if text in WORDS:
         return WORDS[text]
+    if text in SCORES:
+        return load_scorer(text, search)
     kind, _, places = text.rpartition("=")
     paths = list(map(Path, places.split(",")))
     judge = partial(Judge, "judge", player="-".join(path.name for path in paths))
@@ -140,12 +137,23 @@ def load(text: str, config: Config, inputs: Inputs) -> Variant:
         return judge(rank=partial(by_model, scorer.score), reads=True)
     if (kind, len(paths)) not in (("agent", 1), ("gain", 2)):
         ways = "qnet=FOLDER, agent=FOLDER, gain=AFTER,BEFORE, FILE.py:NAME"
-        raise UserError(f"--judge {text}: none of {', '.join(WORDS)}, {ways}")
+        raise UserError(f"--judge {text}: none of {', '.join([*WORDS, *SCORES])}, {ways}")
     agents = [load_policy(checkpoint(path), config) for path in paths]
     rendering = agents[0].chat.rendering
     if rendering.candidates == "free":
         return judge(rank=partial(by_model, minus(*(agent.likelihoods for agent in agents))), reads=True)
     return judge(rank=partial(by_chooser, minus(*(agent.valid_logprobs for agent in agents)), rendering), reads=True)
+
+
+def load_scorer(name: str, search: q_search.Search) -> Judge:
+    """A score of experiments.qval, which asks the agent of the search."""
+    context = Context(search.config)
+    (entry,) = entries(context, [name]).values()
+    if not search.config.server:
+        context.agent = search.backends[Sample].__self__
+    search.backends[LogProb] = context.agent.likelihoods
+    search.inputs |= {need: context.inputs[need] for need in entry.needs if need not in search.inputs}
+    return Judge("judge", player=name, rank=partial(by_scorer, entry, context), looks=entry.looks)
 
 
 def minus(model: Callable, other: Callable | None = None) -> Callable:
@@ -170,7 +178,9 @@ async def rank_siblings(tree: list[dict], judge: Variant, search: q_search.Searc
         q = [node["q"] for node in nodes]
         if max(q, default=0) - min(q, default=0) <= GAP:
             continue
-        list(replay(env, tree[0]["task_id"], states[parent].actions))  # the environment stands there now
+        *_, move = replay(env, tree[0]["task_id"], states[parent].actions)
+        if move.state.observation != states[parent].observation:  # on slippery ice it stands elsewhere
+            continue
         key = (tree[0]["task_id"], "siblings", parent)
         samples = await judge.draw(env, states[parent], key, search.chat.rendering)
         scores = await judge.scores(states[parent], [node["action"] for node in nodes], samples, key)
@@ -212,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
     search = q_search.Search(config)
     search.load([])  # the agent alone
     search.backends[Call] = answer
-    judges = [load(text, config, search.inputs) for text in config.judge]
+    judges = [load(text, search) for text in config.judge]
     names = [judge.player for judge in judges]
     if len(set(names)) < len(names):
         raise UserError(f"--judge: {', '.join(names)}: two of one name; rename a folder")

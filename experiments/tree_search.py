@@ -16,7 +16,7 @@ import dataclasses
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Annotated, Any, Literal
 
@@ -26,11 +26,11 @@ from tyro.conf import Suppress, arg
 
 import envs
 import q_search
-from experiments import All, several
+from experiments import Call, answer
 from experiments.compare import Variant
 from q_search import Method, Step, distinct_actions
 from qlass import UserError, files
-from qlass.batching import Candidate, Sample, Score, ask
+from qlass.batching import Backends, Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, start, step
 from qlass.noise import uniforms
@@ -49,14 +49,6 @@ class Config(q_search.Config):
     tau: tuple[Number, ...] = workload((0.1,))  # temperature of resampling
     c: Annotated[tuple[Number, ...], arg(aliases=["-c"])] = workload((1.0,))  # weight of the prior, of mcts
     select: Suppress[str] = workload("q")  # no flag here
-
-
-class Draws(All):
-    """Samples in several states."""
-
-
-class Values(All):
-    """Scores in several states."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,7 +76,7 @@ class Node:
 class Search:
     """A task's environment, and what was drawn and stepped in it."""
 
-    def __init__(self, env: envs.TextEnv, task_id: str, method: Method, rendering: Rendering) -> None:
+    def __init__(self, env: envs.TextEnv, task_id: str, method: "TreeSearch", rendering: Rendering) -> None:
         self.env, self.task_id = env, task_id
         self.method, self.rendering = method, rendering
         self.expanded: list[Step] = []
@@ -105,14 +97,14 @@ class Search:
         new = [node for node in nodes if not (node.done or node.children)]
         if not new:
             return
-        draws = await Draws(tuple(node.request for node in new))
+        draws = await Call(self.method.sample, tuple(node.request for node in new))
         candidates = []
         questions = []
         for node, drawn in zip(new, draws, strict=True):
             actions = distinct_actions(self.env, [candidate.text for candidate in drawn])
             candidates.append(actions)
             questions.append(Score(node.state, tuple(actions)))
-        values = await Values(tuple(questions))
+        values = await Call(self.method.score, tuple(questions))
         for node, drawn, actions, scores in zip(new, draws, candidates, values, strict=True):
             node.drawn = drawn
             node.children = list(map(Node, actions, priors(self.env, drawn, actions), scores, scores))
@@ -254,6 +246,8 @@ class TreeSearch(Variant):
     """A method of `Search`, with its settings as (name, value). A draw costs its tokens once, played or not."""
 
     own: tuple[tuple[str, float], ...] = ()
+    sample: Callable[[list], list] | None = None  # the agent
+    score: Callable[[list], list] | None = None  # QNet
 
     @property
     def replays(self) -> bool:
@@ -272,8 +266,9 @@ class TreeSearch(Variant):
         return outcome
 
 
-def plan_of(config: Config, gamma: float) -> list[TreeSearch]:
+def plan_of(config: Config, gamma: float, backends: Backends) -> list[TreeSearch]:
     """The methods that the settings name, each with every value of its own settings. gamma: of the QNet's labels."""
+    models = {"sample": backends[Sample], "score": backends[Score]}
     grid = {"S": config.S, "k": config.k, "tau": config.tau, "c": config.c, "gamma": (gamma,)}
     plan = []
     for name in config.method:
@@ -285,7 +280,7 @@ def plan_of(config: Config, gamma: float) -> list[TreeSearch]:
         for (M, N), *values in product(budgets, *map(grid.get, names)):
             own = tuple(zip(names, values, strict=True))
             player = " ".join(f"{setting}={value:g}" for setting, value in own)
-            plan.append(TreeSearch(name, M=M, N=N, select="q", player=player, own=own))
+            plan.append(TreeSearch(name, M=M, N=N, select="q", player=player, own=own, **models))
     return plan
 
 
@@ -297,8 +292,9 @@ def main(argv: list[str] | None = None) -> None:
     search.load([Method("qlass", "q")])
     labels = files.input_of(search.inputs["qnet"], "labels")
     gamma = files.meta_of(labels)["recipe"].get("gamma", 0.9) if labels else 0.9
-    search.backends |= {Draws: several(search.backends[Sample]), Values: several(search.backends[Score])}
-    search.play(plan_of(config, gamma))
+    plan = plan_of(config, gamma, search.backends)
+    search.backends = {Call: answer}
+    search.play(plan)
 
 
 if __name__ == "__main__":

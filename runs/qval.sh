@@ -20,7 +20,9 @@ nets() {  # the agent, its QNet, and nets of the same trees on other targets
 }
 play() {  # NAME FLAG...: search with every score that can steer it, at one budget
     played=(--results "$RUN/$1/results.jsonl")  # apart from the run's own: on slippery ice they are of another environment
-    stage -m experiments.qval search "${common[@]}" --run "$RUN" "${tasks[@]}" \
+    local judges=(random untried code tree_bellman tree_average tree_plain logprob logprob_token vote_share value_gain
+        self_distillation "qnet=$RUN/qnet" "qnet=$RUN/qnet-avg" "qnet=$RUN/qnet-reward" "qnet=$RUN/qnet-td" "qnet=$RUN/qnet-mc")
+    stage -m experiments.judges "${common[@]}" --run "$RUN" "${tasks[@]}" --judge "${judges[@]}" \
         --out "${played[1]}" "${@:2}"
 }
 qval() {  # NAME FLAG...: every score against reference labels

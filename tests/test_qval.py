@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from fakes import FakeEnv, Script, explore, over, say
+from fakes import FakeEnv, Script, explore, over, say, settings_of
 
 import envs
 from build_trees import tree_records
+from experiments import Call, answer, judges
 from experiments.qval import __main__ as qval
-from experiments.qval import metrics, report, search
+from experiments.qval import metrics
 from experiments.qval.points import Point, digest, labelled, trajectory
-from experiments.qval.scorers import Call, Context, Decision, answer, entries
+from experiments.qval.scorers import Context, Decision, entries
 from qlass import UserError
 from qlass.agent import load_policy
 from qlass.batching import Candidate, LogProb, Sample, drive
@@ -108,20 +109,14 @@ def test_failures_are_counted_and_left_out_of_a_comparison():
     assert metrics.difference(series([[None, 0.2, 0.4, 0.6]] * 6), rival, labels).mean() == 0
 
 
-def context_of(run, **fields):
-    fields = {"env": "frozenlake", "seed": 0, "run": run, "judge": None} | fields
-    return Context(SimpleNamespace(**fields))
-
-
 @pytest.fixture
 def context(tmp_path, agent):
     """The agent, and a tree of two branches: left, right, left for 0.5; right, left for 0.4."""
     policy = Script({(): "left right", ("left",): "right"})
     tree = played(explore(FakeEnv(), "train0", RENDERING, 0, 2, 2, False), policy)
     write_jsonl(tmp_path / "trees.jsonl", tree_records(FakeEnv(), "train0", tree, []))
-    context = context_of(tmp_path, sft=agent)
-    plain = SimpleNamespace(seed=0, plain=True, load_in=None, precision=None, device=None, cache_gb=None)
-    context.agent = load_policy(agent, plain)
+    context = Context(settings_of(judges, "--env", "frozenlake", "--run", ".", "--sft", str(agent), "--plain"))
+    context.agent = load_policy(agent, context.config)
     return context
 
 
@@ -159,25 +154,10 @@ def test_what_scores_say(context):
         values("direct")
 
 
-class Judge:
-    """A judge by script: `reply` gives what it writes to a request, `p` the probabilities of valid answers."""
-
-    def __init__(self, reply=lambda request: "", p=None):
-        self.reply, self.p, self.requests = reply, p, []
-
-    def sample(self, requests):
-        self.requests += requests
-        return [[Candidate(self.reply(request), 1, 0.0)] * request.n for request in requests]
-
-    def valid_logprobs(self, requests):
-        with np.errstate(divide="ignore"):
-            return [np.log(self.p(request)) for request in requests]
-
-
-def judged(name, judge):
+def judged(name, sample=None, valid_logprobs=None):
     """A judge's score: its values, and how many answers there are and cannot be read."""
-    context = context_of(Path(), judge="small", sft=None)
-    context.judge = judge
+    context = Context(SimpleNamespace(env="frozenlake", seed=0, run=Path(), sft=None), "small")
+    context.judge = SimpleNamespace(sample=sample, valid_logprobs=valid_logprobs)
     return scored(name, context)
 
 
@@ -190,34 +170,33 @@ def judged(name, judge):
     ("ranking", ["Not 1, 2 but\nRanking: 1 = 2, as 2 does."], [0, 0], (2, 0)),  # the last one; it may say equal
 ])  # fmt: skip
 def test_replies_of_a_judge_are_read_and_counted(name, replies, values, counts):
-    rest = iter(replies)
-    judge = Judge(lambda request: next(rest))
-    assert judged(name, judge) == (values, counts)
-    first, last = judge.requests[0].state.messages, judge.requests[-1].state.messages
+    rest, asked = iter(replies), []
+
+    def sample(requests):
+        asked.extend(requests)
+        return [[Candidate(next(rest), 1, 0.0)] * request.n for request in requests]
+
+    assert judged(name, sample) == (values, counts)
+    first, last = asked[0].state.messages, asked[-1].state.messages
     assert "you stand at start" in first[0][1]
     assert "1. " + ACTIONS[0] + "\nAfter it the agent would see: Observation: you stand at start left" in first[-1][1]
     assert last[-2] == ("assistant", "1: 60" if name == "sequential" else first[-2][1])  # it knows its own answers
 
 
-def test_beliefs_of_a_judge_by_hand():
-    letters = {"left": np.eye(20)[0] * 0.5 + np.eye(20)[19] * 0.25, "right": np.zeros(20)}  # p of A and T; of none
-    grades = Judge(p=lambda request: letters["left" if ACTIONS[0] in request.state.observation else "right"])
-    assert judged("verifier", grades) == ([pytest.approx(2 / 3), None], (2, 1))
+@pytest.mark.parametrize("name, left, right, asked, values, counts", [
+    # The probabilities of A and T, which are 100 and 0; of none.
+    ("verifier", [0.5, *[0] * 18, 0.25], [0] * 20, None, [2 / 3, None], (2, 1)),
+    # Those of Yes and No after each action, and before.
+    ("delta_belief", [0.3, 0.1], [0, 0.4], [0.2, 0.2], [math.log(0.75) - math.log(0.5), None], (3, 1)),
+])  # fmt: skip
+def test_beliefs_of_a_judge_by_hand(name, left, right, asked, values, counts):
+    def valid_logprobs(requests):
+        texts = [request.state.observation for request in requests]
+        p = [left if ACTIONS[0] in text else right if ACTIONS[1] in text else asked for text in texts]
+        with np.errstate(divide="ignore"):
+            return np.log(p)
 
-    def yes_or_no(request):
-        if ACTIONS[0] in request.state.observation:
-            return np.array([0.3, 0.1])
-        return np.array([0.0, 0.4] if ACTIONS[1] in request.state.observation else [0.2, 0.2])
-
-    values = [pytest.approx(math.log(0.75) - math.log(0.5)), None]
-    assert judged("delta_belief", Judge(p=yes_or_no)) == (values, (3, 1))
-
-
-def test_equal_scores_are_taken_at_random_and_missing_ones_last():
-    assert search.decided([1.0, None, 2.0], ("t", 0)) == pytest.approx([1.0, -math.inf, 2.0])
-    for scores in ([3.0, 3.0, 1.0], [None, None]):
-        ranked = [search.decided(scores, ("t", step)) for step in range(40)]
-        assert {values.index(max(values)) for values in ranked} == {0, 1}
+    assert judged(name, valid_logprobs=valid_logprobs) == (pytest.approx(values), counts)
 
 
 LAKE = ["--env", "frozenlake", "--env-option", "map=random4", "--run"]
@@ -235,26 +214,20 @@ def study(tmp_path, agent):
     return run
 
 
-def test_a_study_is_of_its_points(study, tmp_path):
-    assert {"random", "code", "oracle"} <= set(study().loc["exact"].index)  # all that can be
-    folder = tmp_path / "qval"
-    points, scores = (read_jsonl(folder / name) for name in ("points.jsonl", "scores-code.jsonl"))
+def test_a_study_is_of_its_points_and_has_all_scores_that_can_be(study):
+    assert {"random", "code", "oracle"} <= set(study().loc["exact"].index)
+    points, scores = (read_jsonl(Path("qval", name)) for name in ("points.jsonl", "scores-code.jsonl"))
     assert [line["hash"] for line in scores] == [point["hash"] for point in points]
-    with pytest.raises(UserError, match="scorer typo: unknown, or its inputs are missing; choose among random"):
-        study("--scorers", "typo")
 
 
-def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
-    names, results = ["random", "code", "logprob", "untried"], tmp_path / "results.jsonl"
+def test_scores_steer_a_search_whose_rewards_a_study_predicts(study, agent, monkeypatch, capsys):
+    names = ["random", "code", "logprob", "untried", "self_distillation"]
     monkeypatch.setattr(FastPolicy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
-    steer = ["search", *LAKE, ".", "--preset", "paper", "--sft", str(agent), "-M", "3", "--limit", "5"]
-    steer += ["--scorer"]
-    qval.main([*steer, *names])
-    assert {*report.rewards_of(results, "frozenlake").index} == {*names}
-    with pytest.raises(UserError, match="oracle_step"):  # who knows the true values steers no search
-        qval.main([*steer, "oracle"])
-    flags = ["--trajectories", "3", "-K", "2", "--references", "exact", "policy"]
-    rows = study(*flags, "--results", str(results), "--scorers", *names, "oracle", points="20")
+    judges.main([*LAKE, ".", "--preset", "paper", "--sft", str(agent), "--limit", "5", "-M", "3", "--judge", *names])
+    line = read_jsonl(Path("results-judges.jsonl"))[-1]
+    assert line["player"] == "self_distillation" and line["env_steps"] > line["n_steps"]  # it steps each candidate
+    flags = ["--trajectories", "3", "-K", "2", "--references", "exact", "policy", "--results", "results-judges.jsonl"]
+    rows = study(*flags, "--scorers", *names[:4], "oracle", points="20")
     assert {*rows.index.get_level_values("labels")} == {"exact", "policy max", "policy mean"}
     assert rows.loc["exact"].loc["oracle", "rho"] == pytest.approx(1)
     assert "Over 4 scores:" in capsys.readouterr().out

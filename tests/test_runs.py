@@ -109,10 +109,8 @@ def parsed(*command):
     """The settings as the module of a command reads them; a run has begun behind its first stage."""
     name, *flags = command
     module = importlib.import_module(name.removesuffix(".py"))
-    if hasattr(module, "__path__"):  # python -m PACKAGE, or python -m PACKAGE search
-        searches = flags[:1] == ["search"]
-        module = importlib.import_module(f"{name}.{'search' if searches else '__main__'}")
-        flags = flags[searches:]
+    if hasattr(module, "__path__"):  # python -m PACKAGE
+        module = importlib.import_module(f"{name}.__main__")
     config = getattr(module, "Config", None) or module.q_search.Config
     if not issubclass(config, settings.Run):
         return settings.parse(config, module.__doc__, flags)

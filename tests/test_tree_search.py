@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, behind, path_of, run, say, true_q, word_chat
+from fakes import WORLD, FakeEnv, Script, path_of, run, say, true_q, word_chat
 
 import envs
 from experiments import retry, tree_search
@@ -21,31 +21,25 @@ PUCT = {"c": 1.0, "gamma": 0.9}
 BLIND = [("lookahead", {"gamma": 0.9}), ("beam", {"k": 2}), ("mcts", {"S": 8} | PUCT)]
 
 
-def short_sighted(request: Score) -> list[float]:
-    """It knows a purse when it stands before it; from afar all that is left seems better."""
-    values = []
-    for action, node in zip(request.actions, behind(request), strict=True):
-        guess = 0.6 if "left" in action else 0.3
-        values.append(guess if isinstance(node, dict) else node)
-    return values
-
-
-def written(table: dict):
+def written(table: dict, otherwise: tuple = (0, 0)):
     """Scores of left and right by the path to a state."""
 
     def q(request: Score) -> list[float]:
-        scores = table.get(path_of(request.state), (0, 0))
+        scores = table.get(path_of(request.state), otherwise)
         return [scores["right" in action] for action in request.actions]
 
     return q
 
 
+# It knows a purse when it stands before it; from afar all that is left seems better.
+short_sighted = written(
+    {("left",): (0.0, 0.3), ("left", "right"): (0.5, 0.2), ("right",): (0.4, 0.3), ("right", "right"): (0.0, 1.0)},
+    otherwise=(0.6, 0.3),
+)
+
+
 def by_key(request: Sample) -> list[Candidate]:
-    actions = []
-    for k in range(request.n):
-        (u,) = uniforms(1, *request.key, k)
-        actions.append("left" if u < 0.5 else "right")
-    return say(*actions)
+    return say(*("left" if uniforms(1, *request.key, k)[0] < 0.5 else "right" for k in range(request.n)))
 
 
 def answer(q=true_q, draw=BOTH):
@@ -57,8 +51,8 @@ def play(name, M=2, N=1, q=true_q, draw=BOTH, env=None, task="test0", **settings
     env = env or FakeEnv()
     method = TreeSearch(name, M=M, N=N, select="q", own=tuple(settings.items()))
     reply = answer(q, draw)
-    record, asked = run(method.play(env, task, CHAT), lambda together: list(map(reply, together.requests)))
-    requests = [request for together in asked for request in together.requests]
+    record, asked = run(method.play(env, task, CHAT), lambda together: list(map(reply, together.items)))
+    requests = [request for together in asked for request in together.items]
     path = tuple(parse_action(step["action"]) for step in record["steps"])
     return record, path, env, requests
 
@@ -69,7 +63,7 @@ def test_one_expansion_a_step_is_qlass(name, settings, q):
     record, *_ = play(name, q=q, draw=by_key, **settings)
     expected, _ = run(Method("qlass", "q", M=2).play(FakeEnv(), "test0", CHAT), answer(q, by_key))
     assert (record["restores"], record["env_steps_replayed"]) == (0, record["env_steps"])
-    assert {key: record[key] for key in expected} == expected
+    assert record | expected == record
 
 
 def test_enough_simulations_find_the_best_leaf():
@@ -115,8 +109,7 @@ def test_particles_at_infinite_tau_are_independent_chains():
     expected, asked = run(chains, answer(true_q, by_key))
     record, _, _, requests = play("particles", 1, 4, draw=by_key, tau=math.inf, gamma=0.9)
     assert {r for r in asked if isinstance(r, Sample)} == {r for r in requests if isinstance(r, Sample)}
-    assert record["restores"] == 0
-    assert {key: record[key] for key in expected if key != "steps"} | {"steps": expected["steps"]} == expected
+    assert record["restores"] == 0 and record | expected | {"steps": record["steps"]} == record
 
 
 def test_light_particles_give_way_to_copies_of_the_heavy():
@@ -125,9 +118,9 @@ def test_light_particles_give_way_to_copies_of_the_heavy():
         return say("right" if trial == 2 or t else "left")
 
     record, path, _, requests = play("particles", 1, 4, draw=draw, tau=0.01, gamma=1.0)
-    draws = [request for request in requests if isinstance(request, Sample)]
+    keys = {request.key[1:] for request in requests if isinstance(request, Sample)}
     assert path == ("right", "right", "right") and record["reward"] == 1
-    assert {request.key[1:] for request in draws} == {(i, t) for i in range(4) for t in range(3)}
+    assert keys == {(i, t) for i in range(4) for t in range(3)}
     assert (record["env_steps"], record["restores"], record["env_steps_replayed"], record["resets"]) == (12, 3, 15, 4)
 
 
@@ -151,20 +144,14 @@ def test_on_slippery_ice_a_search_does_not_foresee_the_slips(name, settings):
     seeds = []
     env.reseed = lambda seed: (seeds.append(seed), type(env).reseed(env, seed))
     task = env.task_ids("all")[0]
-    record, moves, *_ = play(
-        name,
-        4,
-        task=task,
-        env=env,
-        q=lambda r: list(uniforms(len(r.actions), len(r.state.messages))),
-        draw=lambda r: [Candidate(react("", move), 1, -1.0) for move in ("left", "down", "right", "up")],
-        **settings,
-    )
+    draws = [Candidate(react("", move), 1, -1.0) for move in ("left", "down", "right", "up")]
+    q = lambda r: list(uniforms(len(r.actions), len(r.state.messages)))  # noqa: E731
+    record, moves, *_ = play(name, 4, task=task, env=env, q=q, draw=lambda r: draws, **settings)
     again.reset(options={"task_id": task})
     alike = [step["observation"] for step in record["steps"]] == [again.message(again.step(move)[0]) for move in moves]
     assert alike == TreeSearch(name).replays
     looks = [seed for seed in seeds if seed != env.luck]  # with which each restored state begins
-    assert len(looks) > 1 and len(set(looks)) == len(looks)
+    assert len(looks) == len(set(looks)) > 1
 
 
 def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, search):
@@ -179,16 +166,15 @@ TRIALS = ["left left", "right left", "right right right", "left right left"]  # 
 Q = [0.3, 0.8, 0.7, 0.1]  # what QNet thinks of them
 
 
-def in_trials(request):
-    if isinstance(request, Sample):
-        return say(TRIALS[request.key[1]].split()[request.key[2]])
-    if isinstance(request, Score):
-        path = " ".join((*path_of(request.state), parse_action(request.actions[0])))
-        return [Q[TRIALS.index(path)]]
-    return "plan after " + " ".join(path_of(request.state))
-
-
 def retried(select, stop, N=4, reflect=False):
+    def in_trials(request):
+        if isinstance(request, Sample):
+            return say(TRIALS[request.key[1]].split()[request.key[2]])
+        path = " ".join(path_of(request.state))
+        if isinstance(request, Reflect):
+            return f"plan after {path}"
+        return [Q[TRIALS.index(f"{path} {parse_action(request.actions[0])}")]]
+
     method = Retry("retry", N=N, select=select, stop=stop, reflect=reflect)
     return run(method.play(FakeEnv(), "test0", CHAT), in_trials)
 

@@ -4,15 +4,14 @@
     writes  RUN/qval/: points.jsonl, labels-REFERENCE.jsonl, scores-NAME.jsonl, report.md, alignment.csv
 
     python -m experiments.qval --env frozenlake --env-option map=random8
-    python -m experiments.qval search --env frozenlake -M 6    # every score steers the search
 
 This is the test of QVAL (Hernandez-Gutierrez et al.), which asks whether a score orders the actions of a state as their
-true value does. With --results of `search` the report also says which figure of alignment predicts the reward.
+true value does. With --results of experiments.judges, where scores steer a search, the report also says which figure of
+alignment predicts the reward.
 """
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
@@ -24,10 +23,11 @@ from pydantic import PositiveInt
 from tyro.conf import arg
 
 import envs
-from experiments import drive_in_order
-from experiments.qval import metrics, report, search
+from experiments import Call, answer, drive_in_order
+from experiments.qval import judges as judges  # whose scores join the others
+from experiments.qval import metrics, report
 from experiments.qval.points import EXACT, Point, distinct, labelled, trajectory
-from experiments.qval.scorers import Call, Context, Judge, answer, entries, scored
+from experiments.qval.scorers import Context, Judge, entries, scored
 from qlass import files, outputs
 from qlass.agent import set_first_messages
 from qlass.batching import Backends, LogProb, Sample, drive
@@ -48,7 +48,7 @@ class Config(Judge):
     references: tuple[Literal["exact", "policy"], ...] = ()  # whose values are labels (exact, where it is known)
     K: Annotated[PositiveInt, arg(aliases=["-K"])] = 32  # rollouts of the reference policy
     scorers: tuple[str, ...] = ()  # beside `random` (all whose inputs are there)
-    results: Path | None = place(None)  # of `search`: rewards to predict
+    results: Path | None = place(None)  # of experiments.judges: rewards to predict
     sft: Path | None = place(None)  # the agent (RUN/sft, made if missing)
     out: Path | None = place(None)  # RUN/qval
 
@@ -100,14 +100,11 @@ class Study:
 
 
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["search"]:
-        return search.main(argv[1:])
     config = read_settings(Config, __doc__, argv)
     references = config.references or ("exact" if config.env in EXACT else "policy",)
     env = envs.from_config(config)
     config = dataclasses.replace(config, sft=find_agent(config.sft, config))
-    context = Context(config)
+    context = Context(config, config.judge)
     scorers = entries(context, config.scorers and ("random", *config.scorers))
     backends: Backends = {Call: answer, Sample: context.agent.sample, LogProb: context.agent.likelihoods}
     rendering = context.agent.chat.rendering

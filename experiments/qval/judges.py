@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.qval.scorers import SCORERS, Call, Context, Decision, Entry, Scores
+from experiments import Call
+from experiments.qval.scorers import SCORERS, Context, Decision, Entry, Scores
 from qlass.batching import Sample
 from qlass.messages import State, without_thinking
 

@@ -61,11 +61,11 @@ def cell(value: object) -> str:
 
 
 def rewards_of(path: Path, env: str) -> pd.Series:
-    """The mean reward of each scorer that steers `experiments.qval search` in a results file, on tasks that all have
-    played. ValueError if one plays a task twice: one M, split and label a file is expected."""
-    lines = [record for _, record in lines_of(path) if (record["method"], record["env"]) == ("scorer", env)]
+    """The mean reward of each judge in a results file of experiments.judges, on tasks that all have played. ValueError
+    if one plays a task twice: one M, split and label a file is expected."""
+    lines = [record for _, record in lines_of(path) if (record["method"], record["env"]) == ("judge", env)]
     if not lines:
-        raise UserError(f"{path}: nothing of experiments.qval search in {env}")
+        raise UserError(f"{path}: nothing of experiments.judges in {env}")
     table = pd.DataFrame.from_records(lines).pivot(index="task_id", columns="player", values="reward")
     return table.dropna().mean()
 

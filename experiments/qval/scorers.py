@@ -10,7 +10,7 @@ within the state; None means that there is no score. It asks the agent by `Sampl
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 from statistics import fmean
@@ -20,12 +20,13 @@ import numpy as np
 
 import bellman
 import envs
+from experiments import Call
 from experiments.qval.points import EXACT, GAMMA, Point, exact
 from experiments.targets import TARGETS
 from integrations.chat_policy import ChatPolicy
 from qlass import UserError
 from qlass.agent import load_agent, load_policy
-from qlass.batching import LogProb, Request, Score, ask
+from qlass.batching import Candidate, LogProb, Score, ask
 from qlass.chat import Rendering
 from qlass.messages import State, parse_action, react, step
 from qlass.noise import uniforms
@@ -49,23 +50,6 @@ class Judge(Sampling):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call(Request[list]):
-    """Items for a function that answers lists of them."""
-
-    function: Callable[[list], list]
-    items: tuple
-
-
-def answer(calls: list[Call]) -> list[list]:
-    """The models of `drive` that serve calls: {Call: answer}."""
-    items: dict[Callable, list] = defaultdict(list)
-    for call in calls:
-        items[call.function] += call.items
-    replies = {function: iter(function(batch)) for function, batch in items.items()}
-    return [[next(replies[call.function]) for _ in call.items] for call in calls]
-
-
-@dataclasses.dataclass(frozen=True)
 class Decision:
     """A state and the actions to choose among there. `env` is in that state, and a score leaves it there."""
 
@@ -73,6 +57,7 @@ class Decision:
     state: State
     candidates: list[str]
     key: tuple  # of its random numbers
+    samples: Sequence[Candidate] = ()  # the draws whose distinct actions are the candidates, in a search
     counts: Counter = dataclasses.field(default_factory=Counter)  # of a judge's answers
 
     def after(self, action: str) -> tuple[State, list[str]]:
@@ -89,9 +74,9 @@ class Decision:
 class Context:
     """The sources of scores, each loaded when the first score asks for it."""
 
-    def __init__(self, config: Any) -> None:
-        """config: of `qval` or of its search, with the fields of `Judge`."""
-        self.config = config
+    def __init__(self, config: Any, language_model: str | None = None) -> None:
+        """config: a stage's. language_model: the --judge of `qval`."""
+        self.config, self.language_model = config, language_model
         self.qnets: dict[str, Any] = {}
 
     @cached_property
@@ -100,8 +85,8 @@ class Context:
         run = self.config.run
         paths = {"sft": self.config.sft or run / "sft", "trees": run / "trees.jsonl"}
         paths |= {file.parent.name: file.parent for file in sorted(run.glob("qnet*/qnet.json"))}
-        if self.config.judge:
-            paths["judge"] = Path(self.config.judge)
+        if self.language_model:
+            paths["judge"] = Path(self.language_model)
         return {name: path for name, path in paths.items() if path.exists()}
 
     @cached_property
@@ -111,10 +96,10 @@ class Context:
     @cached_property
     def judge(self) -> Policy | ChatPolicy:
         """The chat model of --judge: a server's, or a checkpoint's, asked by its chat template."""
-        config = self.config
-        if "://" in config.judge:
-            return ChatPolicy(config.judge, config.judge_tokens, config.seed)
-        policy = load_policy(Path(config.judge), config)
+        config, name = self.config, self.language_model
+        if "://" in name:
+            return ChatPolicy(name, config.judge_tokens, config.seed)
+        policy = load_policy(Path(name), config)
         policy.chat.rendering = Rendering(max_new_tokens=config.judge_tokens, stop=())
         return policy
 
@@ -192,10 +177,15 @@ def in_trees(context: Context, decision: Decision, action: str, target: str) -> 
     return labels.get(place(decision.state, action, first))
 
 
+async def by_model(model: Callable[[list], list], decision: Decision) -> Scores:
+    """The values of a function that answers Score requests."""
+    (values,) = await Call(model, (Score(decision.state, tuple(decision.candidates)),))
+    return values
+
+
 async def by_qnet(name: str, context: Context, decision: Decision) -> Scores:
     """Q(s, a) by the net in RUN/NAME."""
-    (q,) = await Call(context.qnet(name).score, (Score(decision.state, tuple(decision.candidates)),))
-    return q
+    return await by_model(context.qnet(name).score, decision)
 
 
 async def value_gain(context: Context, decision: Decision) -> Scores:
@@ -244,18 +234,25 @@ async def self_distillation(context: Context, decision: Decision, truth: bool = 
     return per_token(context, decision, ratios)
 
 
+def votes(decision: Decision, draws: Sequence[Candidate]) -> list[int]:
+    """The number of draws that are each candidate."""
+    canonical = decision.env.canonical
+    counts = Counter(canonical(parse_action(draw.text)) for draw in draws)
+    return [counts[canonical(parse_action(action))] for action in decision.candidates]
+
+
 async def vote_share(context: Context, decision: Decision) -> Scores:
-    """The number of VOTES draws of the agent are this action (self-consistency)."""
-    rendering, canonical = context.agent.chat.rendering, decision.env.canonical
+    """The share of VOTES draws of the agent that are this action (self-consistency)."""
+    rendering = context.agent.chat.rendering
     draws = await ask(decision.env, decision.state, VOTES, (*decision.key, "vote"), rendering)
-    votes = Counter(canonical(parse_action(draw.text)) for draw in draws)
-    return [votes[canonical(parse_action(action))] / VOTES for action in decision.candidates]
+    return [n / VOTES for n in votes(decision, draws)]
 
 
 class Entry(NamedTuple):
     family: str
     scores: Scorer
     needs: tuple[str, ...] = ()  # names of Context.inputs, "judge", or "truth": an environment that knows it
+    looks: bool = False  # it steps each candidate
 
 
 SCORERS = {
@@ -269,25 +266,25 @@ SCORERS = {
     "logprob": Entry("policy", logprob, ("sft",)),
     "logprob_token": Entry("policy", logprob_token, ("sft",)),
     "vote_share": Entry("policy", vote_share, ("sft",)),
-    "value_gain": Entry("hindsight", value_gain, ("qnet",)),
-    "self_distillation": Entry("self-distillation", self_distillation, ("sft",)),
+    "value_gain": Entry("hindsight", value_gain, ("qnet",), looks=True),
+    "self_distillation": Entry("self-distillation", self_distillation, ("sft",), looks=True),
     "sdpo_gt": Entry("self-distillation", partial(self_distillation, truth=True), ("sft", "truth")),
 }
 
 
-def entries(context: Context, named: Sequence[str], without: Collection[str] = ()) -> dict[str, Entry]:
-    """The named scores; none named: all whose inputs are there, but for some. UserError for one that cannot be had."""
+def entries(context: Context, named: Sequence[str]) -> dict[str, Entry]:
+    """The named scores; none named: all whose inputs are there. UserError for one that cannot be had."""
     there = {*context.inputs}
     if context.config.env in EXACT:
         there.add("truth")
-    if context.config.judge:
+    if context.language_model:
         there.add("judge")
     nets = [name for name in context.inputs if name.startswith("qnet")]
     scorers = SCORERS | {name: Entry("learned", partial(by_qnet, name), (name,)) for name in nets}
     able = {name: entry for name, entry in scorers.items() if there.issuperset(entry.needs)}
     if missing := set(named) - able.keys():
         raise UserError(f"scorer {missing.pop()}: unknown, or its inputs are missing; choose among {', '.join(able)}")
-    return {name: able[name] for name in named or able if name in named or name not in without}
+    return {name: able[name] for name in named or able}
 
 
 async def scored(env: envs.TextEnv, point: Point, entry: Entry, context: Context) -> dict[str, Any]:
