@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +172,8 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
             rows.append(episode(record) | {"label": ", ".join(labels), "file": path, "where": where})
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")
-    table = pd.DataFrame.from_records(rows)
-    table = table.sort_values(["task", "seed"], kind="stable")  # the same report, whatever the order of the lines
+    # Sorted, so that the report is the same whatever the order of the lines.
+    table = pd.DataFrame.from_records(rows).sort_values(["task", "seed"], kind="stable")
     same = [*CONDITION, "task", "seed"]
     table = table.drop_duplicates([*same, "reward", "total"])
     twins = table[table.duplicated(same, keep=False)].sort_values(same, kind="stable")
@@ -183,9 +183,8 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     groups = [Group(Condition(*key), episodes) for key, episodes in table.groupby(CONDITION)]
     groups.sort(key=lambda group: group.condition.order())
     warnings = [] if warnings is None else warnings
-    warnings += dict.fromkeys(
-        [*unfinished(table), *check_tables(groups), *check_rows(groups), *doubts(groups), *leaks(table)]
-    )
+    found = unfinished(table), check_tables(groups), check_rows(groups), doubts(groups), leaks(table)
+    warnings += dict.fromkeys(chain.from_iterable(found))
     for warning in warnings:
         warn(warning)
     return groups
@@ -208,8 +207,7 @@ def episode(record: dict) -> dict[str, Any]:
         "reward": float(record["reward"]),
         "success": float(record.get("success", math.nan)),
         "generated": tokens.get("generated", 0),
-        # Of a scorer of experiments.qval only the agent's own are known.
-        "total": math.nan if record["method"] == "scorer" else sum(tokens.get(part, 0) for part in COSTS),
+        "total": sum(tokens.get(part, 0) for part in COSTS),
         "billed": usage.get("prompt", math.nan) + usage.get("generated", math.nan),
         "cost": usage.get("cost", math.nan),
         "steps": n_steps,
@@ -290,9 +288,8 @@ def protocol(groups: Sequence[Group]) -> dict[str, Any]:
         for name, value in protocol_of(path).items():
             if value not in several.setdefault(name, []):
                 several[name].append(value)
-    tasks = {}
-    for split, ids in episodes.groupby("split")["task"].unique().items():
-        tasks[split] = {"n": len(ids), "sha256": digest(ids)}
+    splits = episodes.groupby("split")["task"].unique()
+    tasks = {split: {"n": len(ids), "sha256": digest(ids)} for split, ids in splits.items()}
     shared = {name: values if len(values) > 1 else values[0] for name, values in several.items()}
     return shared | {"tasks": tasks}
 
