@@ -17,10 +17,6 @@ from qlass.messages import State, parse_action, react, replay
 from qlass.policy import Policy
 
 
-def shown(line: dict) -> Demonstration:
-    return Demonstration(line["task_id"], State.from_messages(line["messages"]), line["reward"])
-
-
 def moves(*actions, task="train0"):
     return list(replay(FakeEnv(), task, [react("hm", action) for action in actions]))
 
@@ -45,11 +41,12 @@ def test_decisions_are_what_the_agent_wrote_each_in_its_state():
 
 
 def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
-    expert = {
-        task: shown(trajectory(action, reward=reward, task=task))
-        for task, action, reward in (("a", "right", 1.0), ("b", "left", 0.4), ("c", "left", 0.4))
-    }
-    earned = (("a", 0.2), ("a", 1.0), ("b", 0.5), ("c", 0.4 - 1e-9))  # the last as a published file may hold it
+    demonstrations = [("a", "right", 1.0), ("b", "left", 0.4), ("c", "left", 0.4)]
+    expert = {}
+    for task, action, reward in demonstrations:
+        line = trajectory(action, reward=reward, task=task)
+        expert[task] = Demonstration(task, State.from_messages(line["messages"]), reward)
+    earned = [("a", 0.2), ("a", 1.0), ("b", 0.5), ("c", 0.4 - 1e-9)]  # the last as a published file may hold it
     played = [trajectory("left", "right", reward=reward, task=task) for task, reward in earned]
     pairs = list(failures(FakeEnv(), Rendering(), played, expert))
     actions = [[[parse_action(d.action) for d in side] for side in pair] for pair in pairs]
@@ -58,22 +55,16 @@ def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
 
 def tree(*nodes, task="t"):
     messages = trajectory("left")["messages"][:3]
-    root = node(0, None, task_id=task, nodes=len(nodes) + 1, task="find the purse", messages=messages)
-    below = [node(i, at, task_id=task, action=action, q=q) for i, (at, action, q) in enumerate(nodes, 1)]
-    return [{"q": 0.5, "q_raw": 0.5} | line for line in (root, *below)]
+    root = node(0, None, task_id=task, nodes=len(nodes) + 1, task="find the purse", messages=messages, q=0.5, q_raw=0.5)
+    below = enumerate(nodes, 1)
+    return [root, *(node(i, at, task_id=task, action=f"Action: {a}", q=q, q_raw=0.5) for i, (at, a, q) in below)]
 
 
 def test_the_best_sibling_is_preferred_to_each_that_is_worse_by_more_than_the_gap():
-    nodes = tree(
-        (0, "Action: a", 0.9),
-        (1, "Action: c", 0.3),
-        (1, "Action: d", 1.0),
-        (0, "Action: b", 0.2),
-        (0, "Action: e", 0.88),
-    )
+    nodes = tree((0, "a", 0.9), (1, "c", 0.3), (1, "d", 1.0), (0, "b", 0.2), (0, "e", 0.88))
     pairs = [(*win, *lose) for win, lose in siblings(FakeEnv(), Rendering(), nodes)]
     assert [(win.action[-1], lose.action[-1]) for win, lose in pairs] == [("a", "b"), ("d", "c")]
-    nodes = tree((0, "Action: right", 0.9), (1, "Action: left", 0.1), (1, "Action: right", 0.8), task="train0")
+    nodes = tree((0, "right", 0.9), (1, "left", 0.1), (1, "right", 0.8), task="train0")
     pairs += [(*win, *lose) for win, lose in siblings(FakeEnv(), Rendering(candidates="valid"), nodes)]
     assert all(win.state == lose.state for win, lose in pairs)
     assert set(pairs[-1][0].valid) == set(pairs[-1][1].valid) == {"Action: left", "Action: right"}

@@ -37,11 +37,10 @@ def draw(state: State, trial: int):
 def test_each_candidate_of_each_trial_is_drawn_under_its_own_wording(trial, numbers):
     asked, candidates = draw(STATE, trial)
     words = [wording(TASK, number) for number in numbers]
-    assert [r.state.task for r in asked] == words and len({r.key for r in asked}) == 3
-    assert [r.state.observation for r in asked] == [f"page {text} end" for text in words]
-    assert [(c.text, c.wording) for c in candidates] == [
-        (f"Action: c{n}", w) for n, w in zip(numbers, words, strict=True)
-    ]
+    assert [(r.state.task, r.state.observation) for r in asked] == [(text, f"page {text} end") for text in words]
+    assert len({r.key for r in asked}) == 3
+    texts = [f"Action: c{n}" for n in numbers]
+    assert [(c.text, c.wording) for c in candidates] == list(zip(texts, words, strict=True))
 
 
 def test_tokens_of_all_wordings_by_hand():

@@ -22,8 +22,8 @@ def test_best_branch_by_hand():
     expert, fair = node(1, 0, 1.0, done=True, source="expert"), node(3, 2, 0.6, done=True, depth=2)
     longer = [node(4, 0, depth=1), node(5, 4, depth=2), node(6, 5, 0.6, done=True, depth=3)]
     (line,) = best_branch(tree(expert, node(2, 0, depth=1), fair, *longer))
-    assert [m["content"] for m in line["messages"]] == ["start", "Action: 2", "saw 2", "Action: 3"]
-    assert (line["task_id"], line["env"], line["task"], line["reward"]) == ("t", "fake", "find", 0.6)
+    assert [m["content"] for m in line.pop("messages")] == ["start", "Action: 2", "saw 2", "Action: 3"]
+    assert line == {"task_id": "t", "env": "fake", "task": "find", "reward": 0.6}
     # The agent continues from the expert's node: its own branch all the same.
     own = node(2, 1, 0.6, done=True, depth=2)
     assert best_branch(tree(node(1, 0, source="expert"), own))[0]["reward"] == 0.6
@@ -62,8 +62,7 @@ def stage(tmp_path, fake_world, agent, value_net, monkeypatch):
     expert = [{"messages": messages, "task": "", "reward": 1.0, "task_id": f"mine{i}"} for i in range(3)]
     (tmp_path / "expert.jsonl").write_text(dump(expert))
     recipe = {"model": "tiny", "n_expert": 2, "expert": sha256(tmp_path / "expert.jsonl")}
-    meta = {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}}
-    write_json(tmp_path / "sft.meta.json", meta)
+    write_json(tmp_path / "sft.meta.json", {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}})
 
     def start(method, *flags):
         argv = ["--env", "frozenlake", "--run", ".", "--method", method, *over(["--threshold", "0"], flags)]

@@ -13,6 +13,12 @@ def series(values: dict[tuple, float]) -> pd.Series:  # by task and seed
     return pd.Series(values, dtype=float)
 
 
+def in_blocks(values, size: int) -> tuple[pd.Series, dict]:
+    """`size` tasks of each value, which vary together, and the block of each."""
+    tasks = {(f"{block}-{i}", 0): value for block, value in enumerate(values) for i in range(size)}
+    return series(tasks), {task: task.partition("-")[0] for task, _ in tasks}
+
+
 def ends(estimate) -> tuple[float, float]:
     return estimate.low, estimate.high
 
@@ -43,12 +49,10 @@ def test_an_interval_of_successes_alone_is_wilsons():
 def test_an_interval_of_graded_rewards_by_hand():
     graded = {(task, seed): 0.5 for task in range(3) for seed in range(2)}  # .5 of the .438 of all that were seen
     estimate = interval(series(graded), rewards=True)
-    assert estimate.mean == 0.5
-    assert ends(estimate) == pytest.approx((0.2193, 0.7807), abs=1e-4)
+    assert (estimate.mean, *ends(estimate)) == pytest.approx((0.5, 0.2193, 0.7807), abs=1e-4)
     three = series({(task, seed): (seed + task) / 6 for task in range(4) for seed in range(3)})
-    assert crossed(three.unstack().to_numpy().T).low < 0
-    assert interval(three, rewards=True).low == 0
-    many = series({(task, 0): 0.3 + 0.6 * (task % 2) for task in range(400)})
+    assert interval(three).low < 0 == interval(three, rewards=True).low
+    many, _ = in_blocks([0.3, 0.9], 200)
     assert interval(many, rewards=True) == interval(many)
 
 
@@ -60,12 +64,7 @@ def test_intervals_of_few_rewards_hold_the_truth(n, size, values, p):
     """Simulated: n blocks of `size` tasks that vary together. The bootstrap alone holds it in .16 to .9 of cases."""
     rng, truth, held = np.random.default_rng(n), np.dot(values, p), 0
     for _ in range(100):
-        rewards, blocks = {}, {}
-        for block, value in enumerate(rng.choice(values, n, p=p)):
-            for task in range(size):
-                rewards[f"{block}-{task}", 0] = value
-                blocks[f"{block}-{task}"] = block
-        estimate = interval(series(rewards), blocks, rewards=True)
+        estimate = interval(*in_blocks(rng.choice(values, n, p=p), size), rewards=True)
         held += estimate.low - 1e-9 <= truth <= estimate.high + 1e-9
     assert held >= 90
 
@@ -80,24 +79,21 @@ def test_where_seeds_or_tasks_alone_differ_the_interval_is_students(values):
 
 def test_three_seeds_that_agree_by_chance_decide_nothing():
     """Without a difference, p is below a small threshold no more often than it says."""
-    rng, n = np.random.default_rng(6), 1000
+    rng = np.random.default_rng(6)
     estimates = []
-    for _ in range(n):
+    for _ in range(1000):
         seeds, tasks = rng.normal(0, 0.03, (3, 1)), rng.normal(0, 0.1, 100)
         estimates.append(crossed(seeds + tasks + rng.normal(0, 0.3, (3, 100))))
-    p = np.array([estimate.p for estimate in estimates])
-    assert (p < 0.05).mean() <= 0.05
-    assert (p < 0.0033).mean() <= 0.0033
-    assert sum(estimate.low <= 0 <= estimate.high for estimate in estimates) / n >= 0.92
+    for p in (0.05, 0.0033):
+        assert np.mean([estimate.p < p for estimate in estimates]) <= p
+    assert np.mean([estimate.low <= 0 <= estimate.high for estimate in estimates]) >= 0.92
 
 
 def test_blocks_are_sampled_not_their_tasks():
     """Ten tasks of a block that all go the same way are no more evidence than one."""
-    outcome = dict(enumerate([0.0, 1.0, 1.0, 0.0, 1.0]))
-    tasks = {(f"{block}-{i}", 0): value for block, value in outcome.items() for i in range(10)}
-    blocks = {task: task[0] for task, _ in tasks}
-    by_block, by_task = interval(series(tasks), blocks), interval(series(tasks))
-    alone = bootstrap(outcome.values())
+    outcome = [0.0, 1.0, 1.0, 0.0, 1.0]
+    tasks, blocks = in_blocks(outcome, 10)
+    by_block, by_task, alone = interval(tasks, blocks), interval(tasks), bootstrap(outcome)
     assert (*ends(by_block), by_block.p) == pytest.approx((*ends(alone), alone.p))
     assert by_block.n == by_task.n == 50
     assert by_block.high - by_block.low > 2 * (by_task.high - by_task.low)
@@ -110,12 +106,11 @@ def test_a_task_of_no_block_is_one_of_its_own():
 
 
 def test_paired_difference_by_hand():
-    a = {("t1", 0): 1.0, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t4", 0): 1.0}
-    b = {("t1", 0): 0.5, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t5", 0): 0.0}
-    difference = paired_difference(series(a), series(b))  # t1: .5, t2: 0, t3: 0; t4 and t5 have no partner
-    assert (difference.mean, difference.n) == (pytest.approx(1 / 6), 3)
+    a = series({("t1", 0): 1.0, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t4", 0): 1.0})
+    b = series({("t1", 0): 0.5, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t5", 0): 0.0})
+    difference = paired_difference(a, b)  # t1: .5, t2: 0, t3: 0; t4 and t5 have no partner
     # All differences are >= 0, and with probability (2/3)^3 = .30 a resample misses t1: the interval reaches 0.
-    assert difference.low == 0
+    assert (difference.mean, difference.n, difference.low) == (pytest.approx(1 / 6), 3, 0)
     assert difference.covers_zero
 
 
@@ -128,9 +123,8 @@ def test_shared_seeds_are_paired_else_those_in_the_same_place():
 
 @pytest.mark.parametrize(("n", "undecided"), [(2, True), (5, True), (6, False)])
 def test_tasks_that_all_agree_decide_no_more_than_a_sign_test(n, undecided):
-    a = series({(task, seed): 0.6 for task in range(n) for seed in range(2)})
-    b = series({(task, seed): 0.5 for task in range(n) for seed in range(2)})
-    one = series({(task, 0): 0.6 for task in range(n)})
-    for difference in (paired_difference(a, b), paired_difference(one, b), crossed(np.full((2, n), 0.1))):
+    a, b = (series({(task, seed): r for task in range(n) for seed in range(2)}) for r in (0.6, 0.5))
+    one, _ = in_blocks([0.6] * n, 1)
+    for difference in (paired_difference(a, b), interval(one - 0.5), crossed(np.full((2, n), 0.1))):
         assert difference.covers_zero == undecided
         assert difference.p == 2.0 ** (1 - n)

@@ -58,15 +58,13 @@ def test_leaves_their_number_and_each_edge_played_once(M, N, L):
     assert len(env.played) == len(requests) == tree_grpo.env_steps(group)
     assert len({request.key for request in requests}) == len(requests)  # no noise is used twice
     assert {request.temperature for request in requests} == {1.0}  # the distribution that is trained
-    for trajectory in group:  # leaves earn what their paths pay
-        node = WORLD
-        path = ()
+    for trajectory in group:
+        here, path = WORLD, ()
         for decision in trajectory.decisions:
-            assert path_of(decision.state) == path
-            assert set(map(word, decision.valid)) == set(node)
-            node = node[word(decision.action)]
-            path = (*path, word(decision.action))
-        assert trajectory.reward == node
+            assert (path_of(decision.state), set(map(word, decision.valid))) == (path, set(here))
+            path += (word(decision.action),)
+            here = here[path[-1]]
+        assert trajectory.reward == here  # a leaf earns what its path pays
 
 
 def test_the_drawn_nodes_are_the_root_and_what_is_no_leaf():
@@ -226,12 +224,8 @@ def test_the_critics_loss_by_hand():
     assert_close(losses, torch.tensor([0.5**2, 0.4**2, 0.9**2]) / 2)
 
 
-@pytest.mark.parametrize("candidates", ["valid", "free"])
-def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidates):
-    chat = word_chat(candidates=candidates, temperature=1.0, max_new_tokens=4)
-    model = tiny_lm(chat, initializer_range=0.15)
-    growing = (forest(FakeEnv(), f"train{i}", 3, 0, 0, chat.rendering, (i,)) for i in range(2))
-    groups = list(drive(growing, {Sample: FastPolicy(model, chat).sample}))
+def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(world):
+    chat, model, _, _, groups = world
     critic = QNet(tiny_backbone(chat, 1), chat, hidden=16).train()
     learner = Learner(model, model, chat, 1e-3)
     learner.room = 20
