@@ -5,8 +5,10 @@ docs/verifiers.toml.
 """
 
 import dataclasses
+import functools
 import threading
 import uuid
+from collections import ChainMap
 from typing import Any, ClassVar
 
 import uvicorn
@@ -46,7 +48,6 @@ class Session(Environment):
         self.sessions = sessions
         self.snapshots: dict[str, tuple] = {}
         self.game = TextGame(self.env)
-        self.steps = 0
 
     def reset(
         self, seed: int | None = None, episode_id: Any = None, snapshot: str | None = None, **options: Any
@@ -72,24 +73,20 @@ class Session(Environment):
         self.env.split = split  # from which a reset draws that names no task
         if index is not None:
             task_id = self.get_task(split, index)["task_id"]
-        text = self.game.reset(task_id, seed)
-        self.steps = 0
-        self.answer = self.observation(text, instruction=self.env.instruction)
+        self.answer = self.observation(self.game.reset(task_id, seed), instruction=self.env.instruction)
 
     def go_to(self, snapshot: str) -> None:
-        for session in self.sessions:
-            if snapshot in session.snapshots:
-                here, game, self.steps, self.answer = session.snapshots[snapshot]
-                self.env.restore(here)
-                vars(self.game).update(game, env=self.env)
-                return
-        raise UserError(f"no snapshot {snapshot}: a session holds its own until it closes")
+        snapshots = ChainMap(*(session.snapshots for session in self.sessions))
+        if snapshot not in snapshots:
+            raise UserError(f"no snapshot {snapshot}: a session holds its own until it closes")
+        here, game, self.answer = snapshots[snapshot]
+        self.env.restore(here)
+        vars(self.game).update(game, env=self.env)
 
     def step(self, action: TextAction, timeout_s: float | None = None) -> TextObservation:
         with ONE_AT_A_TIME:
             text = self.game.act(action.action)
-        self.steps += 1
-        self.answer = self.observation(text, reward=self.game.reward, done=self.game.over)
+            self.answer = self.observation(text, reward=self.game.reward, done=self.game.over)
         return self.answer
 
     def observation(self, text: str, **more: Any) -> TextObservation:
@@ -102,8 +99,8 @@ class Session(Environment):
             fields = {name: self.game.info.get(name) for name in ("task_id", "task", "valid_actions")}
             if self in self.sessions:
                 name = fields["snapshot"] = uuid.uuid4().hex
-                self.snapshots[name] = self.env.snapshot(), dict(vars(self.game)), self.steps, self.answer
-        return State(step_count=self.steps, **fields)
+                self.snapshots[name] = self.env.snapshot(), dict(vars(self.game)), self.answer
+        return State(step_count=self.env.steps, **fields)
 
     def web_actions(self, observation: dict[str, Any]) -> list[tuple[str, dict[str, str]]]:
         """The buttons of the server's page /web: the label and the action of each."""
@@ -131,20 +128,18 @@ class Session(Environment):
         return len(self.list_tasks(split))
 
     def get_task(self, split: str, index: int) -> dict[str, Any]:
-        return self.get_task_range(split, index, index + 1)[0]
+        if index < 0:  # not the last one
+            raise IndexError(index)
+        return self.list_tasks(split)[index]
 
     def get_task_range(self, split: str, start: int | None = None, stop: int | None = None) -> list[dict[str, Any]]:
-        tasks = self.list_tasks(split)
-        start, stop = start or 0, len(tasks) if stop is None else stop
-        if not 0 <= start <= stop <= len(tasks):
-            raise IndexError(f"{start} to {stop} of {len(tasks)} tasks")
-        return tasks[start:stop]
+        return self.list_tasks(split)[start:stop]  # the bounds of a slice, by OpenEnv's protocol
 
 
 def application(world: envs.TextEnv) -> Any:
-    sessions: list[Session] = []
+    begin = functools.partial(Session, world, [])
     options = {"env_name": world.name, "max_concurrent_envs": world.side_by_side}
-    return create_app(lambda: Session(world, sessions), TextAction, TextObservation, **options)
+    return create_app(begin, TextAction, TextObservation, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

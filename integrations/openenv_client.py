@@ -15,6 +15,7 @@ so far: to return to it they are played again, and a page that is another one en
 import json
 from typing import Any, NamedTuple
 
+from environments import pick
 from qlass import UserError
 from qlass.environment import TextEnv
 from qlass.records import as_user_error
@@ -50,7 +51,7 @@ class OpenEnv(TextEnv):
     def split_ids(self, split: str) -> list[str]:
         field = self.fields[2]
         if field == "seed":
-            return [str(seed) for seed in SEEDS.get(split, ())] or self.refuse(f"no split {split}: {', '.join(SEEDS)}")
+            return list(map(str, pick(SEEDS, split, f"{self.url}: split")))
         import requests
 
         with as_user_error(f"{self.url}: its Task API, split {split}"):

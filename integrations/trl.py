@@ -6,7 +6,6 @@
 The model's chat template must know tool calls, and `max_completion_length` is for a whole episode.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,13 +57,9 @@ class TextGame:
 
 
 def games(name: str, **options: Any) -> Callable[[], TextGame]:
-    """An `environment_factory`; options: those of the environment's class."""
-    return functools.partial(game, envs.make(name, **options), name, options)
-
-
-def game(world: envs.TextEnv, name: str, options: dict[str, Any]) -> TextGame:
-    """A player of its own."""
-    return TextGame(world.fork() if world.side_by_side > 1 else envs.make(name, **options))
+    """An `environment_factory`, whose games have a player each; options: those of the environment's class."""
+    world = envs.make(name, **options)
+    return lambda: TextGame(world.fork() if world.side_by_side > 1 else envs.make(name, **options))
 
 
 def prompts(name: str, split: str = "train", limit: int | None = None, **options: Any) -> list[dict[str, Any]]:
