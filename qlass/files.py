@@ -118,8 +118,8 @@ def parts_folder(output: Path) -> Path:
 
 def input_of(output: Path, name: str) -> Path | None:
     """The path of an output's input, from its metadata; None if it had no such input."""
-    place = meta_of(output)["inputs"].get(name)
-    return output.parent / place if place else None
+    relative = meta_of(output)["inputs"].get(name)
+    return output.parent / relative if relative else None
 
 
 def is_begun(output: Path) -> bool:
@@ -128,5 +128,5 @@ def is_begun(output: Path) -> bool:
 
 def begun_meta(output: Path) -> Path:
     """The metadata of what the next command goes on with."""
-    place = parts_folder(output) / "meta.json"
-    return place if place.exists() else meta_path(output)
+    own = parts_folder(output) / "meta.json"
+    return own if own.exists() else meta_path(output)

@@ -98,8 +98,8 @@ def changes(output: Path) -> Iterator[str]:
         if edited and name in recipe and value != recipe[name]:
             difference = f"was made with {name} {recipe[name]}, and {file} says {value} now"
             yield f"{output} {difference}: make it again"
-    for name, place in meta["inputs"].items():
-        path = output.parent / place
+    for name, relative in meta["inputs"].items():
+        path = output.parent / relative
         if path.exists() and sha256(path) != recipe[name]:
             yield f"{output} was made from another {path} than there is now: make it again"
         yield from changes(path)

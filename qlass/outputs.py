@@ -92,10 +92,15 @@ def recipe_of(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict
 
         settings["precision"] = device_and_precision(config)[1]
     recipe = json.loads(json.dumps(settings, default=str))
-    if not is_begun(output):
-        return recipe
-    place = begun_meta(output)
-    old = read_meta(place)["recipe"]
+    if is_begun(output):
+        refuse_another_recipe(output, config, recipe, inputs)
+    return recipe
+
+
+def refuse_another_recipe(output: Path, config: Run, recipe: dict, inputs: Inputs) -> None:
+    """UserError if an output was begun with another recipe than this one."""
+    meta_file = begun_meta(output)
+    old = read_meta(meta_file)["recipe"]
     if not old:
         raise UserError(
             f"{output}: is there without its .meta.json, so not of this command: move it"
@@ -105,17 +110,16 @@ def recipe_of(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict
     if names and not (own and config.overwrite):
         words = [f"another {n}" if n in inputs else f"{n} {old[n]}, not {recipe[n]}" for n in names]
         way = "another --out or --run keeps both" + (", --overwrite starts again" if own else "")
-        raise UserError(f"{output} was begun with {'; '.join(words)} ({place}): {way}")
-    return recipe
+        raise UserError(f"{output} was begun with {'; '.join(words)} ({meta_file}): {way}")
 
 
 def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
     """Return an output's metadata; the arguments are `recipe_of`'s. They are also written, unless
     they are to replace others, which `claim` does."""
     recipe = recipe_of(output, config, settings, inputs)
-    place = begun_meta(output)
+    meta_file = begun_meta(output)
     new = config.overwrite or not is_begun(output)
-    old = {} if new else read_meta(place)
+    old = {} if new else read_meta(meta_file)
     folder = output.parent.resolve()
     places = {n: os.path.relpath(path.resolve(), folder) for n, path in inputs.items() if path}
     meta = old | {
@@ -130,7 +134,7 @@ def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
             write_settings(config)
         meta.setdefault("settings", settings_in(config.file, config.stage))
     if meta != old and not config.overwrite:
-        write_json(place, meta)
+        write_json(meta_file, meta)
     return meta
 
 
