@@ -129,21 +129,17 @@ def test_goals_by_hand(game, commands, left):
 
 def test_generated_games(made):
     games = alfworld_data.Games(made)
-    layouts, problems = (collections.defaultdict(list) for _ in range(2))
-    for task_id in games.ids("all"):
+    layouts, problems, tasks = collections.defaultdict(list), set(), games.ids("all")
+    for task_id in tasks:
         split, folder, _ = task_id.split("/")
         layouts[split].append(folder.rsplit("-", 1)[1])
-        problems[json.loads(games.path(task_id).read_text())["pddl_problem"]].append(task_id)
+        problems.add(json.loads(games.path(task_id).read_text())["pddl_problem"])
         game = games.load(task_id)
         assert walk(game, ";".join(game.walkthrough))[0].won and is_explicit(game.goal, game.task), task_id
-    assert {split: len(some) for split, some in layouts.items()} == {
-        "train": 150,
-        "valid_seen": 140,
-        "valid_unseen": 134,
-    }
-    known = set(layouts["train"])
-    assert set(layouts["valid_seen"]) <= known and not set(layouts["valid_unseen"]) & known
-    assert all(len(same) == 1 for same in problems.values())
+    assert len(problems) == len(tasks)
+    train, seen, unseen = (layouts[split] for split in ("train", "valid_seen", "valid_unseen"))
+    assert [len(train), len(seen), len(unseen)] == [150, 140, 134]
+    assert {*seen} <= {*train} and {*unseen}.isdisjoint(train)
 
 
 @pytest.mark.parametrize("task", range(6))
@@ -168,19 +164,18 @@ def test_the_oracle_plays_the_shortest_plan_and_the_rule_is_the_expert(env):
     for task_id in env.task_ids("train")[:20]:
         env.reset(options={"task_id": task_id})
         start, distance = env.snapshot(), len(plan(env.game, env.state))
-        env.max_steps, limit = distance - 1, env.max_steps
+        env.max_steps = distance - 1
         assert env.optimal_value() == 0
-        env.max_steps = limit
+        env.max_steps = ALFWorldEnv.max_steps
         assert env.optimal_value(0.5) == 0.5**distance
         oracle = [(action, env.step(action)[1]) for _, action in env.oracle(task_id)]
-        assert [action for action, _ in oracle] == env.game.walkthrough
-        assert [reward for _, reward in oracle] == [0.0] * (distance - 1) + [1.0]
-        played = []
+        rewards = [0.0] * (distance - 1) + [1.0]
+        assert oracle == list(zip(env.game.walkthrough, rewards, strict=True))
+        episodes = []
         for player in (env.expert(task_id), env.rules()["search"]()):
             env.restore(start)
-            played.append([(step, env.step(step[1])[0]) for step in player])
-        assert played[0] == played[1]
-        assert env.state.won
+            episodes.append([(move, env.step(move[1])[0]) for move in player])
+        assert episodes[0] == episodes[1] and env.state.won
 
 
 def rearranged(game, seen, rng):

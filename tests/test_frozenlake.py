@@ -53,15 +53,14 @@ def test_texts_rewards_and_limits():
     assert env.picture(observation).splitlines() == ["F F F F", "F H F H", "F F @ H", "H F F G"]
     assert info["valid_actions"] == ["left", "down", "right", "up"]
     assert env.q_star_of("jump") == pytest.approx(0.9 * 0.9) and env.q_star_of("right") == 0.0
-    start = env.snapshot()
-    assert env.step("Down ")[:4] == ("At cell 32.", 0.0, False, False)
-    assert env.step("right")[:4] == ("You reached the goal at cell 33.", 1.0, True, False)
-    env.restore(start)
-    assert env.step("right")[:4] == ("You fell into a hole at cell 23.", 0.0, True, False)
-    env.restore(start)
-    invalid = "Invalid action: choose left, down, right or up. At cell 22."
-    for cut in (False, False, True):
-        assert env.step("dance")[:4] == (invalid, 0.0, False, cut)
+    start, invalid = env.snapshot(), "Invalid action: choose left, down, right or up. At cell 22."
+    for answers in (
+        {"Down ": ("At cell 32.", 0.0, False, False), "right": ("You reached the goal at cell 33.", 1.0, True, False)},
+        {"right": ("You fell into a hole at cell 23.", 0.0, True, False)},
+        {"dance": (invalid, 0.0, False, False), "": (invalid, 0.0, False, False), "go": (invalid, 0.0, False, True)},
+    ):
+        env.restore(start)
+        assert {action: env.step(action)[:4] for action in answers} == answers
     for task in ("4x4/50", "4x4/11", "lakes/99/00"):  # beyond the map, a hole, no such lake
         with pytest.raises(UserError, match="frozenlake"):
             env.reset(options={"task_id": task})

@@ -222,7 +222,8 @@ class Game:
     def holds(self, state: World) -> bool:
         """True if the goal holds: it asks for *some* objects of a type, never for certain ones."""
         if self.goal.kind == "look":
-            return self.kinds.get(state.hand) == self.goal.object and self._is_lit(state)
+            here = (o for receptacle in self.at.get(state.location, ()) for o in state.contents[receptacle])
+            return self.kinds.get(state.hand) == self.goal.object and any(self.is_lit_lamp(state, o) for o in here)
         needed = 2 if self.goal.kind == "two" else 1
         for receptacle, objects in state.contents.items():
             if self.kinds[receptacle] == self.goal.target:
@@ -230,11 +231,6 @@ class Game:
                 if len(ready) >= needed:
                     return True
         return False
-
-    def _is_lit(self, state: World) -> bool:
-        """True before a lamp that is on."""
-        objects = (o for receptacle in self.at.get(state.location, ()) for o in state.contents[receptacle])
-        return any(self.is_lit_lamp(state, o) for o in objects)
 
     def is_lit_lamp(self, state: World, o: str) -> bool:
         return self.kinds.get(o) == self.goal.target and ("istoggled", o) in state.marks

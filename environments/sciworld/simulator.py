@@ -271,12 +271,12 @@ class Simulators:
     @functools.cached_property
     def variations(self) -> dict[str, int]:
         """Task name -> number of its variations, as the package's own simulator knows them."""
-
-        def count(simulator: Simulator) -> dict[str, int]:
-            names = sorted(simulator.engine.getTaskNames())
-            return {name: simulator.engine.getTaskMaxVariations(name) for name in names}
-
-        return self.ask(Task("boil", 0), (), "variations", count)  # they are known once a task is loaded
+        return self.ask(
+            Task("boil", 0),  # they are known once a task is loaded
+            (),
+            "variations",
+            lambda s: {name: s.engine.getTaskMaxVariations(name) for name in sorted(s.engine.getTaskNames())},
+        )
 
     def close(self) -> None:
         """End all simulators; the next question starts one again."""

@@ -86,11 +86,6 @@ def make_page(nodes: list[str], clickables: dict[str, dict[str, Any]], says: dic
     return Page(text, clickables, tuple(candidates))
 
 
-@lru_cache(1 << 14)
-def short(title: str) -> str:
-    return textwrap.shorten(title, 60, placeholder=" ...")
-
-
 BACK = {"back to search": Session()._asdict()}
 ITEM_BUTTONS = {
     **BACK,
@@ -185,7 +180,8 @@ class Shop:
             key = product.asin.lower()
             nodes += [product.asin, product.title, product.price_tag]
             clickables[key] = {"page": "item", "product": i}
-            says[key] = f"{place} {product.price_tag} {short(product.title)}"
+            title = textwrap.shorten(product.title, 60, placeholder=" ...")
+            says[key] = f"{place} {product.price_tag} {title}"
         return make_page(nodes, clickables, says)
 
     def item(self, i: int) -> Page:

@@ -63,10 +63,6 @@ def say(env: Any, action: str) -> tuple[str, str]:
     return thoughts.get(action, env.candidates()[0][0]), action  # a search of our own is announced like any other
 
 
-def search(env: Any) -> Player:
-    yield say(env, env.valid_actions()[0])
-
-
 def buy(env: Any) -> Player:
     """The options that the task names, as far as the steps allow, and the purchase."""
     for action in named_options(env)[: max(0, env.left - 1)]:
@@ -76,7 +72,7 @@ def buy(env: Any) -> Player:
 
 def rule(env: Any, worth: Callable[[Offer], Any]) -> Player:
     """Search the description, click the first of the results that are worth most, and buy it."""
-    yield from search(env)
+    yield say(env, env.valid_actions()[0])
     if choices := offers(env):
         yield say(env, max(choices, key=worth).action)
         yield from buy(env)
@@ -92,7 +88,7 @@ RULES: dict[str, Callable[[Offer], Any]] = {
 def read(env: Any) -> Player:
     """Open what is under the price, in the order of the page; read its features while the steps allow to act on them;
     go back if it lacks a word of the description. Where nothing has them all, buy what came nearest."""
-    yield from search(env)
+    yield say(env, env.valid_actions()[0])
     words = frozenset(terms(described(env.task)))
     results = offers(env)
     shelf = [offer for offer in results if offer.affordable] or results

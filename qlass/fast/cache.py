@@ -302,8 +302,7 @@ def batch_for(model: Any) -> int:
 @torch.no_grad()
 def token_bytes(model: Any) -> int:
     """Bytes of a token's keys and values, as a cache holds them that has been filled."""
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     # A model's own cache has empty places too, of layers that share another's keys.
     cache = DynamicCache()
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    model(input_ids=torch.tensor([[0]], device=model.device), past_key_values=cache, use_cache=True)
     return sum(keys.nbytes + values.nbytes for keys, values, _ in cache)
