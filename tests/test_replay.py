@@ -141,38 +141,36 @@ def test_an_agent_none_of_whose_actions_is_known_is_warned_of_after_its_first_tw
 # ------------------------------------------------------------------------------------------------------ demonstrations
 
 
-def begun(*messages: str, task: str | None = None) -> Demonstration:
-    opening = demonstrations.opening_of([{"content": text} for text in messages])
-    roles = ("user", "assistant") * len(messages)
-    return Demonstration(task, State(tuple(zip(roles, messages, strict=False)), "", opening))
+def opening(*messages: str, task: str | None = None) -> Demonstration:
+    number = demonstrations.opening_of([{"content": text} for text in messages])
+    turns = zip(("user", "assistant") * 2, messages, strict=False)
+    return Demonstration(task, State(tuple(turns), "", number))
 
 
-TOLD = ("walk", "OK", "you stand", "Action: left")
-WHOLE = "walkyou stand at start"
+AGREED = ("OK", "you stand", "Action: left")
+WHOLE, LONG = "walkyou stand at start", "walk " * 50 + "on"
 
 
 @pytest.mark.parametrize(
-    ("expert", "number"),
+    ("expert", "says"),
     [
-        ([begun(*TOLD), begun("find the purse", *TOLD[1:])], 2),  # the goal stands in the first message
-        ([begun(*TOLD), begun("walk", "I see.", *TOLD[2:])], 2),
-        ([begun(*TOLD), begun(WHOLE, "Action: left", task="train1")], 2),
-        ([begun("walk", "Sure, I will help.", "you stand", "left", task="train0")], 1),  # no action, and no agreement
-        ([begun(WHOLE, "left")], 1),  # of whatever task
+        (
+            [opening("walk", *AGREED), opening("find the purse", *AGREED)],
+            "2 begins with 'find",
+        ),  # it holds the goal
+        ([opening("walk", *AGREED), opening("walk", "I see.", *AGREED[1:])], "2 begins with '.*I see"),
+        ([opening("walk", *AGREED), opening(WHOLE, "Action: left", task="train1")], "2 begins with 'walkyou"),
+        # a blank behind two hundred equal letters is seen
+        ([opening(LONG, *AGREED), opening(f"{LONG} ", *AGREED)], r"2 begins with '.* \\nOK' in place of '.*on\\nOK'"),
+        ([opening("walk", "Sure.", "you stand", "left", task="train0")], "1 begins"),  # no action, and no agreement
+        ([opening(WHOLE, "left")], "1 begins"),  # of whatever task
     ],
 )
-def test_all_demonstrations_begin_alike(expert, number):
+def test_all_demonstrations_begin_alike(expert, says):
     """Else an agent would be asked in other words than it was cloned in."""
-    with pytest.raises(UserError, match=f"demonstration {number} begins with .*the goal stands after them"):
+    with pytest.raises(UserError, match=f"demonstration {says}.*: all must begin .*the goal stands after them"):
         refuse_openings(expert, FakeEnv())
-    refuse_openings(expert[: number - 1] or [begun(*TOLD)], FakeEnv())
-
-
-def test_a_first_message_is_shown_where_it_differs():
-    """A blank behind two hundred equal letters is seen."""
-    told, other = ("walk " * 50 + "on" + end for end in ("", " "))
-    with pytest.raises(UserError, match=r"demonstration 2 begins with '.*on \\nOK' in place of '.*on\\nOK': all must"):
-        refuse_openings([begun(told, *TOLD[1:]), begun(other, *TOLD[1:])], FakeEnv())
+    refuse_openings(expert[:-1] or [opening("walk", *AGREED)], FakeEnv())
 
 
 def shown(*actions: str, task: str = "train0", reward: float | None = None, whole: bool = False) -> Demonstration:
