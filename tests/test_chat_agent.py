@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import operator
-import shutil
 import sqlite3
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from qlass.messages import parse_action, replay
 from reporting import __main__ as reporting
 from train_qnet import QNet
 
-PAGE = Path(__file__).parents[1] / "docs" / "tools.md"
+SEVERAL = ("--method", "random", "-M", "3", "--in-flight", "1")  # three answers to a request
 
 
 @pytest.fixture
@@ -42,11 +41,6 @@ def asked(fake, run, *flags):
     before = len(fake.seen) + 1
     lines = played(fake, run, *flags)
     return lines, len(fake.seen) - before
-
-
-def over_usage(reply: dict) -> dict:
-    """The reply of a server that counts what it reads alone."""
-    return reply | {"usage": {"prompt_tokens": reply["usage"]["prompt_tokens"]}}
 
 
 def steps_of(lines) -> int:
@@ -121,37 +115,30 @@ def test_a_missing_qnet_and_another_model_are_refused(fake, tmp_path):
 def test_a_server_that_gives_one_answer_or_refuses_a_request_for_several_is_asked_one_by_one(
     fake, tmp_path, refusal, capsys
 ):
-    flags = ("--method", "random", "-M", "3", "--in-flight", "1")
-    expected, requests = asked(fake, tmp_path / "without", *flags, "--body", '{"n": null}')
+    expected, requests = asked(fake, tmp_path / "without", *SEVERAL, "--body", '{"n": null}')
     assert requests == 3 * steps_of(expected) == len({body["seed"] for body in fake.seen[1:]})
     assert not any("n" in body for body in fake.seen)
     well = fake.well
     fake.well = lambda body: refusal if refusal and "n" in body else well(body | {"n": 1})
-    lines, more = asked(fake, tmp_path / "several", *flags)
+    lines, more = asked(fake, tmp_path / "several", *SEVERAL)
     assert [line["steps"] for line in lines] == [line["steps"] for line in expected]
     assert more == requests + bool(refusal)  # it is asked for several once
     assert capsys.readouterr().err.count("each answer is a request of its own") == bool(refusal)
 
 
-@pytest.mark.parametrize("mishap", [400, 404, 422, chat_completion("Action: left", read=9) | {"usage": None}])
-def test_one_bad_reply_changes_no_later_request(fake, tmp_path, mishap):
-    """Once a server has given several answers: it stops the run, which goes on as one that was not stopped."""
-    flags = ("--method", "random", "-M", "3", "--in-flight", "1")
-    fake.script += [fake.well] * 3 + [mishap]
+BAD = chat_completion("Action: left", read=9) | {"usage": None}
+
+
+@pytest.mark.parametrize(("before", "mishap"), [(3, 400), (3, 404), (3, 422), (3, BAD), (1, 401), (1, 403), (1, BAD)])
+def test_one_bad_reply_stops_the_run_and_changes_no_later_request(fake, tmp_path, before, mishap, capsys):
+    """Unless it refuses the first request for several. The run goes on as one that was not stopped."""
+    fake.script += [fake.well] * before + [mishap]
     with pytest.raises(UserError, match=fake.url):
-        played(fake, tmp_path / "stopped", *flags)
-    lines, _ = asked(fake, tmp_path / "stopped", *flags)
+        played(fake, tmp_path / "stopped", *SEVERAL)
+    lines, _ = asked(fake, tmp_path / "stopped", *SEVERAL)
     assert {body.get("n") for body in fake.seen if body["messages"][-1]["content"] != "Hello"} == {3}
-    straight = played(fake, tmp_path / "straight", *flags)
+    straight = played(fake, tmp_path / "straight", *SEVERAL)
     assert [line["steps"] for line in lines] == [line["steps"] for line in straight]
-
-
-@pytest.mark.parametrize("status", [401, 403, 429, 500])
-def test_another_error_of_the_first_request_for_several_is_what_it_is(fake, tmp_path, status, capsys):
-    fake.well, well = lambda body: status if body.get("n", 1) > 1 else well(body), fake.well
-    with pytest.raises(UserError, match=rf"Error code: {status}" if status < 429 else r"in 1 seconds.*Error code"):
-        played(fake, tmp_path, "--method", "random", "-M", "3", "--timeout", "1")
-    assert {body.get("n") for body in fake.seen[1:]} == {3}
     assert "a request of its own" not in capsys.readouterr().err
 
 
@@ -167,21 +154,11 @@ def test_answers_belong_to_the_server_and_the_model_that_gave_them(fake, tmp_pat
 
 
 def test_a_server_that_does_not_count_what_it_writes_is_told(fake, tmp_path, capsys):
-    fake.well, well = lambda body: over_usage(well(body)), fake.well
+    well = fake.well
+    fake.well = lambda body: well(body) | {"usage": {"prompt_tokens": len(str(body))}}
     line = played(fake, tmp_path, "--method", "greedy", "--price", "1", "1")[0]
     assert line["tokens"]["generated"] == 0
-    assert (
-        f"{fake.url} does not count the tokens that it writes: they are 0 here, and so is their"
-        in capsys.readouterr().err
-    )
-
-
-def test_in_flight_bounds_the_requests_of_a_chat_model(fake, tmp_path):
-    """Also if each of three draws is a request of its own."""
-    fake.pause = 0.01
-    flags = ["--method", "random", "-M", "3", "--in-flight", "2", "--limit", "4"]
-    played(fake, tmp_path, *flags, "--body", '{"n": null}')
-    assert fake.most == 2
+    assert f"{fake.url} does not count the tokens that it writes: they are 0" in capsys.readouterr().err
 
 
 def test_answers_are_bounded_and_paid(fake, tmp_path, capsys):
@@ -241,19 +218,10 @@ FORMS = [
     "Action: right\n\nThis action is the one that leads to the purse.",
     "Action:\n```\nright\n```",
     "### Action\nright",
-    '{{"thought": "to the right", "action": "right"}}',
-    '```json\n{{"action": "right"}}\n```',
+    '{"thought": "to the right", "action": "right"}',
+    '```json\n{"action": "right"}\n```',
 ]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_action_is_found_in_the_forms_that_chat_models_write(fake, tmp_path, form, capsys):
-    fake.text = form
-    lines = played(fake, tmp_path, "--method", "greedy", "--limit", "1")
-    assert lines[0]["reward"] == 1 and lines[0]["unknown_actions"] == 0
-    assert "have no action" not in capsys.readouterr().err
-
-
+MOVES = {"up", "down", "left", "right"}
 CALL = {"tool": "note", "task": "call Ann", "observation": "she is away"}  # with keys that begin a line of ours
 FENCED = "Action:\n```{}\n{}\n```{}"
 LETTER = "write Dear Ann,\n\nTask: call Bob\n\nYours"
@@ -284,14 +252,14 @@ ANSWERS = [  # what the environment knows, an answer, and the action in it
     (bool, f"Action: {LETTER}", LETTER),
     (LETTER.__eq__, f"Action: {LETTER}{BEHIND}", None),
     (LETTER.__eq__, f"Thought: a letter.\nAction:\n```\n{LETTER}\n```", LETTER),
-    ({"up", "down"}.__contains__, "Plan:\n1. Action: up\n2. Action: down", "up"),
-    ({"up", "down"}.__contains__, "Step 1: Action: *up*\nStep 2: Action: *down*", "up"),
-    ({"up", "down"}.__contains__, "Action 1: up\nAction 2: down", "up"),
-    ({"up", "down"}.__contains__, "Action: fly\nNo, I can't.\nAction: down", "down"),
+    (MOVES.__contains__, "Plan:\n1. Action: up\n2. Action: down", "up"),
+    (MOVES.__contains__, "Step 1: Action: *up*\nStep 2: Action: *down*", "up"),
+    (MOVES.__contains__, "Action 1: up\nAction 2: down", "up"),
+    (MOVES.__contains__, "Action: fly\nNo, I can't.\nAction: down", "down"),
 ]
 
 
-@pytest.mark.parametrize(("knows", "text", "action"), ANSWERS)
+@pytest.mark.parametrize(("knows", "text", "action"), [*ANSWERS, *((MOVES.__contains__, x, "right") for x in FORMS)])
 def test_the_environment_is_asked_for_the_whole_then_without_marks_then_for_a_part(knows, text, action):
     answer, known, _ = read_answer(text, knows)
     assert known == (action is not None) and parse_action(answer) == (action or parse_action(text))
@@ -339,34 +307,26 @@ def test_an_answer_that_is_not_as_it_should_be_is_played_and_told(fake, tmp_path
     assert f"{first['n_steps'] + second['n_steps']} {told}" in said if told else "warning" not in said
 
 
-def test_a_qnet_learns_on_a_backbone_from_the_trees_of_a_chat_model_and_guides_it(fake, tmp_path):
-    """The whole way of the page: no agent's checkpoint anywhere."""
-    chat = word_chat()
-    tiny_lm(chat).save_pretrained("backbone")
-    chat.tokenizer.save_pretrained("backbone")
+@pytest.mark.parametrize(
+    ("preset", "field", "value"), [("paper", "epochs", 2), ("tiny", "loss_on", "last")], ids=["backbone", "small agent"]
+)
+def test_a_qnet_learns_from_the_trees_of_a_chat_model_and_guides_it(fake, tmp_path, preset, field, value):
+    """The whole way of the page: a backbone needs no agent's checkpoint anywhere, and a run of the tiny model's presets
+    starts from any tiny agent."""
+    chat = word_chat(mark_matches=True)
+    tiny_lm(chat).save_pretrained("start")
+    chat.tokenizer.save_pretrained("start")
+    if preset == "tiny":
+        chat.save(Path("start"))
     run = ["--run", "run"]
-    chat_trees.main([*run, "--server", fake.url, "--limit", "3", "--rollouts", "4"])
+    chat_trees.main([*run, "--preset", preset, "--server", fake.url, "--limit", "3", "--rollouts", "4"])
     roots = [node for node in read_jsonl(tmp_path / "run" / "trees.jsonl") if node["parent_id"] is None]
     assert [root["task_id"] for root in roots] == FakeEnv().task_ids("train")[:-4:-1]
-    meta = meta_of(tmp_path / "run" / "trees.jsonl")
-    assert meta["usage"]["requests"] == len(fake.seen) - 1 <= meta["usage"]["answers"]
-    assert meta["usage"]["generated"] == 6 * meta["usage"]["answers"]
+    usage = meta_of(tmp_path / "run" / "trees.jsonl")["usage"]
+    assert usage["requests"] == len(fake.seen) - 1 <= usage["answers"]
+    assert usage["generated"] == 6 * usage["answers"]
     bellman.main(run)
-    train_qnet.main([*run, "--sft", "backbone"])
-    assert meta_of(tmp_path / "run" / "qnet")["recipe"]["epochs"] == 2  # the paper's, not the tiny model's
+    train_qnet.main([*run, "--sft", "start"])
+    assert meta_of(tmp_path / "run" / "qnet")["recipe"][field] == value  # of qlass/presets
     line = played(fake, tmp_path / "run", "--method", "qlass", "-M", "4")[0]
     assert any(len(step["candidates"]) == 2 for step in line["steps"])
-
-
-def test_one_run_holds_a_chat_model_and_a_small_qnet(fake, tmp_path, agent):
-    """The tiny model's presets are its QNet's; the chat model has none."""
-    rendering = json.loads((agent / "policy.json").read_text()) | {"mark_matches": True}
-    small = shutil.copytree(agent, tmp_path / "small")
-    (small / "policy.json").write_text(json.dumps(rendering))
-    run = ["--run", "run"]
-    chat_trees.main([*run, "--preset", "tiny", "--server", fake.url, "--limit", "3", "--rollouts", "4"])
-    bellman.main(run)
-    train_qnet.main([*run, "--sft", str(small)])
-    assert meta_of(tmp_path / "run" / "qnet")["recipe"]["loss_on"] == "last"  # of qlass/presets/tiny
-    assert len(played(fake, tmp_path / "run", "--method", "qlass", "-M", "4")) == 2
-    assert 'model = "tiny"' in (tmp_path / "run" / "settings.toml").read_text()
