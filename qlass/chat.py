@@ -19,7 +19,7 @@ from qlass.files import read_json, warn, write_json
 from qlass.messages import State
 from qlass.records import as_user_error
 from qlass.settings import Number, Run
-from qlass.tiny import Aids
+from qlass.tiny import MARK, Aids, mark
 
 FLAGS = ("temperature", "max_new_tokens")  # of a stage
 # A prompt may go on with thoughts that it closes (<think></think>): thoughts that begin in a prompt
@@ -191,7 +191,9 @@ class Chat:
         """Tokens of an action as the assistant writes it, with the token that ends its turn unless
         Q is read before it. UserError if they and `prompt` tokens exceed the model's context."""
         template = self.template
-        text = self.aids.mark(text.strip(), task)
+        text = text.strip()
+        if self.rendering.mark_matches:
+            text = mark(text, task)
         ids = self.encode(template.ask, template.lead, text, template.stop)
         if prompt + len(ids) > self.context:
             raise UserError(f"an action of {len(ids):,} tokens is beyond the model's context")
@@ -210,7 +212,10 @@ class Chat:
 
     def action_in(self, text: str) -> str:
         """Return the action in a model's text, up to the first stop text."""
-        return self.aids.unmark(any_of(self.rendering.stop).split(text)[0]).strip()
+        action = any_of(self.rendering.stop).split(text)[0]
+        if self.rendering.mark_matches:
+            action = action.replace(MARK, "")
+        return action.strip()
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
         """`message_tokens` of a prompt that leaves room for an action: the oldest turns are left

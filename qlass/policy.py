@@ -50,7 +50,8 @@ class Policy:
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """a ~ pi(a | s), n times for each request; `FastPolicy` batches those of a kind."""
         logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
-        texts = iter(self.texts([r for r in requests if not r.valid]))
+        free = [r for r in requests if not r.valid]
+        texts = iter(self.texts(free) if free else ())
         return [self.choose(r, next(logprobs)) if r.valid else next(texts) for r in requests]
 
     # ------------------------------------------------------------------------------- free text

@@ -66,12 +66,6 @@ class Aids:
         self.rendering = rendering
         self.keep_instruction = not (rendering.compact or rendering.markov)
 
-    def mark(self, text: str, task: str) -> str:
-        return mark(text, task) if self.rendering.mark_matches else text
-
-    def unmark(self, text: str) -> str:
-        return text.replace(MARK, "") if self.rendering.mark_matches else text
-
     def show(self, messages: list[Message], state: State) -> list[Message]:
         """The messages of a state as the model reads them."""
         task, compact = state.task, self.rendering.compact
@@ -88,8 +82,8 @@ class Aids:
             if compact and shown and role == "user":
                 text = SAME_PAGE if content in pages else again.sub("", content)
                 pages.add(content)
-            if shown or role == "assistant":
-                text = self.mark(text, task)
+            if self.rendering.mark_matches and (shown or role == "assistant"):
+                text = mark(text, task)
             shown.append((role, text))
         return shown
 

@@ -40,8 +40,8 @@ def test_a_split_that_make_names_holds_and_seeds_begin_a_sequence_of_tasks(name)
 
 @pytest.mark.parametrize("autoreset", AutoresetMode)
 def test_environments_side_by_side_play_their_split_through_every_autoreset(autoreset):
-    name, options = IDS[0], {"autoreset_mode": autoreset}
-    options["shared_memory"] = False  # which texts of any letters do not fit in
+    name = IDS[0]
+    options = {"autoreset_mode": autoreset, "shared_memory": False}  # in which texts of any letters do not fit
     both = gymnasium.make_vec(name, 2, split="test", max_steps=2, vectorization_mode="async", vector_kwargs=options)
     _, info = both.reset(seed=7)
     tasks = [info["task_id"]]

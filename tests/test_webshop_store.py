@@ -61,23 +61,26 @@ def test_a_stream_that_is_no_json_list(tmp_path, monkeypatch, text, reason):
 
 
 def test_a_store_is_made_once_for_its_sources(crowd, tmp_path, monkeypatch):
-    folder = shutil.copytree(crowd, tmp_path / "data")
+    folder, builds, build = shutil.copytree(crowd, tmp_path / "data"), [], store.build
     monkeypatch.setattr(store, "SMALL", 0)
-    build, built = store.build, []
-    monkeypatch.setattr(store, "build", lambda *args: built.append(1) or build(*args))
-    first, again = store.open_store(folder), store.open_store(folder)
-    assert [*first.products] == [*again.products] and len(first.products) == 300 and len(built) == 1
+    monkeypatch.setattr(store, "build", lambda *args: builds.append(1) or build(*args))
+
+    def shop_at(cache=None):
+        """The products, and how many builds there were."""
+        return [*store.open_store(folder, cache=cache).products], len(builds)
+
+    products, _ = shop_at()
+    assert shop_at() == (products, 1) and len(products) == 300
     items = folder / "items_shuffle.json"
     times, text = items.stat(), items.read_text()
     items.write_text(text.replace('"name": "s', '"name": "S', 1))
     os.utime(items, ns=(times.st_atime_ns, times.st_mtime_ns))  # neither its size nor its time has changed
-    changed = store.open_store(folder)
-    assert len(built) == 2 and changed.products[0] != first.products[0] and changed.products[1] == first.products[1]
+    (first, *others), number = shop_at()
+    assert (number, others) == (2, products[1:]) and first != products[0]
     assert len([*folder.glob(".webshop-*/products")]) == 1
-    kept = store.open_store(folder, cache=tmp_path / "cache")
-    assert [*kept.products] == [*changed.products] and len(built) == 3
+    assert shop_at(tmp_path / "cache") == ([first, *others], 3)
     with pytest.raises(UserError, match="cache=DIR"):  # where none can be written
-        store.open_store(folder, cache=items / "cache")
+        shop_at(items / "cache")
 
 
 def forked(*calls):

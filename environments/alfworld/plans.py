@@ -82,7 +82,10 @@ Choice = tuple[Fetch, ...]  # what a way brings, in this order
 
 
 def _ways(game: Game, state: World) -> Iterator[list[str]]:
-    """The commands of a way, for each choice of objects, tool and target."""
+    """The commands of a way, for each choice of objects, tool and target.
+
+    There is none where the goal's objects do not fit into its target.
+    """
     goal, hand = game.goal, state.hand
     if goal.kind != "look" and (goal.target, goal.object) not in game.can_contain:
         return
@@ -123,7 +126,10 @@ def _fetches(game: Game, state: World) -> list[Fetch]:
 
 
 def _targets(game: Game, state: World) -> list[str]:
-    """The places for the objects: receptacles of the goal's type, or those with such a lamp."""
+    """The places for the objects: receptacles of the goal's type.
+
+    Where an object is looked at under a lamp, they are the receptacles with such a lamp.
+    """
     target = game.goal.target
     if game.goal.kind != "look":
         return [r for r in game.location if game.kinds[r] == target]

@@ -160,7 +160,7 @@ class FastPolicy(Policy):
         self.cache.next_round()
         prompts = [self.cache.prompt(self.chat.prompt_tokens(r.state)) for r in requests]
         lengths = [len(prompt.ids) + self.chat.rendering.max_new_tokens for prompt in prompts]
-        budget = self.budget // max((r.n for r in requests), default=1)
+        budget = self.budget // max(r.n for r in requests)
         answers: dict[int, list[Candidate]] = {}
         for group in batches(lengths, budget):
             drawn = self.decode([prompts[i] for i in group], [requests[i] for i in group])
