@@ -51,7 +51,7 @@ from qlass.messages import State
 from qlass.noise import uniforms
 from qlass.records import as_user_error
 from qlass.results import costs_of, describe
-from qlass.settings import Number, Sampling, place, read_settings, run_stage, workload
+from qlass.settings import Sampling, place, read_settings, run_stage, workload
 
 OPENAI = "https://api.openai.com/v1"
 EPISODES = 8  # side by side
@@ -70,7 +70,6 @@ class Chatting(Sampling):
     examples: NonNegativeInt = 0  # demonstrations in front of the task
     body: Annotated[str, arg(metavar="JSON")] = "{}"  # more fields of a request; null leaves one out
     max_answers: PositiveInt | None = workload(None)  # that this command asks for
-    price: tuple[Number, Number] | None = workload(None)  # of a million tokens read, and written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +171,7 @@ class ChatModel(Remote):
         if len(choices) < n:
             warn("the server gives one answer to a request for several: --body '{\"n\": null}' is faster")
         if usage.completion_tokens is None:
-            warn(f"{self.server.url} does not count the tokens that it writes: they are 0 here, and so is their cost")
+            warn(f"{self.server.url} does not count the tokens that it writes: they are 0 here")
         line = {
             "draws": draws[: len(choices)],
             "texts": [choice.message.content or choice.message.refusal or "" for choice in choices],
@@ -232,17 +231,9 @@ class ChatModel(Remote):
             turns += example.messages[example.opening :]
         return turns
 
-    def cost(self, usage: dict[str, int]) -> dict[str, float]:
-        """The cost by the price that the settings name; empty without one."""
-        if not self.config.price:
-            return {}
-        read, written = self.config.price
-        return {"cost": round((usage["prompt"] * read + usage["generated"] * written) / 1e6, 6)}
-
     def report(self) -> None:
         """Report the bill of this command, and answers that were not what they should be."""
-        usage = self.usage - self.before
-        print("billed:", json.dumps(usage | self.cost(usage)))
+        print("billed:", json.dumps(self.usage - self.before))
         for name, count in self.counts.items():
             if count and name not in WELL:
                 warn(f"{count} answers {PROBLEMS.get(name, f'ended with {name!r}')}")
@@ -255,11 +246,6 @@ PROBLEMS = {
     "unclear": 'have no action, or several lines "Action:", of which the first is played',
     "empty": "were empty",
 }
-
-
-def announce(most: float, what: str) -> None:
-    """Tell how many answers may be asked for."""
-    print(f"at most {most:,} answers ({what}); --max-answers asks for less", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------- the search
@@ -288,7 +274,7 @@ class ChatMethod(Method):
         read = {step.state: step.samples[0].prompt for step in steps}  # each page once, as with a prompt cache
         costs["tokens"] |= {"prompt": sum(read.values()), "generated": written}
         usage = {"prompt": sum(answer.billed for answer in answers), "generated": written}
-        return describe(best, episodes, costs | {"usage": usage | chat.cost(usage), "agent": chat.name})
+        return describe(best, episodes, costs | {"usage": usage, "agent": chat.name})
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -303,7 +289,8 @@ def main(argv: list[str] | None = None) -> None:
     plan = [ChatMethod(**vars(m)) for kind in config.method for m in methods_of(kind, config)]
     n, steps = len(search.tasks), search.env.max_steps or math.inf
     draws = sum(method.M * method.N for method in plan)
-    announce(n * steps * draws, f"{n} tasks, {steps} steps, {draws} for a step of all methods")
+    bound = f"{n} tasks, {steps} steps, {draws} for a step of all methods"
+    print(f"at most {n * steps * draws:,} answers ({bound}); --max-answers asks for less", file=sys.stderr)
     search.backends[Sample] = agent
     if any(method.needs_q for method in plan):
         # Temperature and length of an answer are the chat model's.

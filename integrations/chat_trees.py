@@ -14,14 +14,13 @@ expert plays the branch of each, unless --expert names demonstrations (--tasks c
 """
 
 import dataclasses
-import math
 from typing import ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
 import build_trees
 import envs
-from integrations.chat_agent import ChatModel, Chatting, announce
+from integrations.chat_agent import ChatModel, Chatting
 from qlass import demonstrations
 from qlass.files import meta_path, read_json, write_json
 from qlass.settings import read_settings, run_stage, workload
@@ -48,13 +47,9 @@ def main(argv: list[str] | None = None) -> None:
     expert, by_task = config.expert, {}
     if expert:
         _, by_task = demonstrations.by_task(expert, expert, env)
-    rollouts = config.rollouts or math.inf
-    steps = config.steps or env.tree_steps or env.max_steps or math.inf
-    most = (config.limit or math.inf) * rollouts * (steps + build_trees.EXTRA_DRAWS)
-    announce(most, f"{config.limit} trees, {rollouts} rollouts, {steps} steps")
     build_trees.build(config, env, lambda: agent, by_task, {"expert": expert})
     meta = meta_path(agent.output)
-    write_json(meta, read_json(meta) | {"usage": agent.usage | agent.cost(agent.usage)})
+    write_json(meta, read_json(meta) | {"usage": agent.usage})
     agent.report()
 
 

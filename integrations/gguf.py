@@ -29,15 +29,13 @@ class Config:
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
-    place: dict[str, Any] = {"pretrained_model_name_or_path": config.file.parent, "gguf_file": config.file.name}
-    place["trust_remote_code"] = False
+    source: dict[str, Any] = {"gguf_file": config.file.name, "trust_remote_code": False}
     if re.search(r"-\d+-of-\d+$", config.file.stem):
         raise UserError(f"{config.file}: one of several files of a model: llama-gguf-split --merge joins them")
-    full_width = hf.GgufConfig(dequantize=True)  # few bits can't be trained
+    width = {"quantization_config": hf.GgufConfig(dequantize=True), "dtype": torch.float32}  # few bits can't be trained
     with as_user_error(config.file):
-        tokenizer = hf.AutoTokenizer.from_pretrained(**place)
-        place |= {"quantization_config": full_width, "dtype": torch.float32}
-        model = hf.AutoModelForCausalLM.from_pretrained(**place)
+        tokenizer = hf.AutoTokenizer.from_pretrained(config.file.parent, **source)
+        model = hf.AutoModelForCausalLM.from_pretrained(config.file.parent, **source, **width)
     with atomic(config.folder) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)

@@ -209,7 +209,6 @@ def episode(record: dict) -> dict[str, Any]:
         "generated": tokens.get("generated", 0),
         "total": sum(tokens.get(part, 0) for part in COSTS),
         "billed": usage.get("prompt", math.nan) + usage.get("generated", math.nan),
-        "cost": usage.get("cost", math.nan),
         "steps": n_steps,
         "unknown": record.get("unknown_actions", 0),
         "cut": record.get("cut_prompts", 0),

@@ -12,7 +12,6 @@ import pandas as pd
 from reporting.results import METHODS, Condition, Group, protocol, tables_of
 from reporting.stats import Estimate, paired_difference
 
-BILLED = ("billed tokens", "billed", 0), ("cost", "cost", 4)
 RESULTS_NOTE = (
     "Mean over tasks with its 95 % interval, of several seeds over seeds and tasks. Differences are over the tasks of "
     "both rows, and unclear where the interval covers 0 or p is .05 or more. They are not corrected for their "
@@ -100,9 +99,8 @@ def results_table(shown: Sequence[Group], groups: Sequence[Group]) -> pd.DataFra
         row["minus greedy"] = f"{gain:+}" if gain and gain.n else ""
         row["choices"] = f"{group.row['choices'].sum() / max(1, group.row['steps'].sum()):.0%}"
         row["tokens"] = number(group.mean("total"))
-        for title, name, digits in BILLED:  # of a chat model
-            if any(other.mean(name) > 0 for other in shown):
-                row[title] = number(group.mean(name), digits)
+        if any(other.mean("billed") > 0 for other in shown):  # of a chat model
+            row["billed tokens"] = number(group.mean("billed"))
         row |= {"env steps": number(group.mean("env_steps"), 1), "seconds": number(group.mean("seconds"), 2)}
         row["success"] = number(group.mean("success"), 3)
         rows.append(row | {"tasks": str(group.reward.n), "seeds": str(group.n_seeds)})
