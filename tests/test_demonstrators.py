@@ -70,12 +70,5 @@ def test_episodes_of_an_agent(demonstrate, tmp_path):
               for line in reversed(shown)]  # fmt: skip
     (tmp_path / "results.jsonl").write_text(dump(played))
     assert demonstrate("--kind", "noisy", "--episodes", "results.jsonl") == shown
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "says"),
-    [("--kind", "noisy", "--episodes names results"), ("--env", "frozenlake", "these demonstrators go shopping")],
-)
-def test_mistakes(demonstrate, flag, value, says):
-    with pytest.raises(UserError, match=f"{flag} {value}: {says}"):
-        demonstrate(flag, value)
+    with pytest.raises(UserError, match="--kind noisy: --episodes names results"):
+        demonstrate("--kind", "noisy")

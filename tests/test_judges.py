@@ -1,4 +1,4 @@
-"""Other judges of the same draws: what each chooses and costs, and siblings, by hand; the command, and mistakes."""
+"""Other judges of the same draws: what each chooses and costs, and siblings, by hand; the command."""
 
 import dataclasses
 import math
@@ -118,12 +118,6 @@ def back(state, candidates):
 
 def right(state, candidates):
     return [float("right" in action) for action in candidates]
-
-def short(state, candidates):
-    return [1.0]
-
-def nan(state, candidates):
-    return [float("nan")] * len(candidates)
 """
 
 
@@ -184,23 +178,3 @@ def test_the_score_of_the_page_plays(bench, tmp_path):
     assert {player for _, player, *_ in bench("--judge", "overlap.py:score")} == {"overlap.py:score"}
     score = runpy.run_path("overlap.py")["score"]
     assert score(State((), "find the purse"), ["Action: find purse", "Thought: hm Action: left"]) == [2, 0]
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        ([], "--judge names"),
-        (["vote", "-N", "2"], "leave .*-N out"),
-        (["own.py:back", "vote", "own.py:back"], "two of one name"),
-        (["gain=a"], "gain=a: none of vote, chance, true_value, random, untried, .*qnet=FOLDER"),
-        (["oracle"], "oracle: none of"),  # it knows the true value: true_value
-        (["tree_plain"], "scorer tree_plain: unknown, or its inputs are missing"),
-        (["agent=./none"], "none: no such folder"),
-        (["own.py:left"], "own.py has no left"),
-        (["own.py:short", "-M", "6"], "own.py:short gives .*: a number for each of 2 candidates"),
-        (["own.py:nan"], "own.py:nan gives .nan"),
-    ],
-)
-def test_mistakes(bench, flags, problem):
-    with pytest.raises(UserError, match=problem):
-        bench(*(["--judge", *flags] if flags else []))

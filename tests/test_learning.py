@@ -58,13 +58,6 @@ def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
         assert values == sorted(values) and values[0] == 0 < values[1]
 
 
-def test_a_critic_wants_labels_of_its_own_target(train, tmp_path):
-    labels = tmp_path / "q_labels.jsonl"
-    (tmp_path / "q_labels.meta.json").write_text('{"recipe": {"target": "q"}}')
-    with pytest.raises(UserError, match=r"not of `experiments\.targets --target avg`"):
-        train(ppo, "run", 60, "--warm-up", "9", "--labels", str(labels))
-
-
 @pytest.mark.parametrize("learner", FLAGS)
 def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch, learner):
     budget = 60 if learner is eto else 300
