@@ -120,10 +120,12 @@ def best(node: Any, gamma: float = 1.0) -> float:
     return gamma * max(best(child, gamma) for child in node.values()) if isinstance(node, dict) else node
 
 
-def explore(env, task_id, rendering, depth, width, rollouts, with_expert, prune="branch", expert=None, steps=None):
-    """Algorithm 2 as build_trees.py calls it; 0 rollouts are any."""
+def explore(
+    env, task_id, rendering, depth=1, width=2, rollouts=64, with_expert=False, prune="branch", expert=None, steps=None
+):
+    """Algorithm 2 as build_trees.py calls it; 0 rollouts are any. expert: demonstrations by task."""
     explorer = Explorer(env, task_id, rendering, depth, width, rollouts or math.inf, steps or env.max_steps, prune)
-    return explorer.explore((expert or {}) if with_expert else None)
+    return explorer.explore(expert or {} if expert or with_expert else None)
 
 
 def run(player: Coroutine, answer: Callable[[Any], Any]) -> tuple[Any, list]:

@@ -1,6 +1,6 @@
 """Algorithm 2 on a written world: the exact tree that scripted agents must grow, and what holds for any agent."""
 
-import json
+from pathlib import Path
 
 import pytest
 from fakes import WORLD, FakeEnv, Script, dump, explore, over, path_of, run, say
@@ -11,7 +11,7 @@ import build_trees
 from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS, Explorer, tree_records
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
-from qlass.files import meta_of
+from qlass.files import meta_of, read_jsonl
 from qlass.messages import State, parse_action, replay
 
 
@@ -23,13 +23,14 @@ def shown(*actions: str) -> Demonstration:
     return Demonstration("train0", State(state.messages[:-1]), 1.0)
 
 
-def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, prune="branch", expert=None,
-         steps=None, **options):  # fmt: skip
-    """The tree's nodes as {path: (reward, source, branch)}, and the requests as (path, n)."""
-    env, free = FakeEnv(world, **options), Rendering(temperature=0.9)
-    answer = script if callable(script) else Script(script)
-    tree = explore(env, "train0", free, depth, width, rollouts, with_expert or expert is not None, prune, expert, steps)
-    root, asked = run(tree, answer)
+FREE = Rendering(temperature=0.9)
+
+
+def grow(script, *limits, world=WORLD, **more):
+    """Nodes as {path: (reward, source, branch)}, requests as (path, n), the root, and the environment."""
+    env = FakeEnv(world)
+    tree = explore(env, "train0", FREE, *limits, **more)
+    root, asked = run(tree, script if callable(script) else Script(script))
     nodes = {path_of(n.state): (n.reward, n.source, n.branch) for n in root.subtree()}
     return nodes, [(path_of(r.state), r.n) for r in asked], root, env
 
@@ -97,7 +98,7 @@ def test_the_expert_branch_is_the_demonstration_where_there_is_one():
 def test_a_demonstration_goes_on_where_the_agent_was_cut(steps, source):
     """Both go right; the third step ends the episode, also where it is the agent's last."""
     world = {"right": {"right": {"right": 1.0}}}
-    nodes, _, root, _ = grow(lambda r: say("right"), 0, 1, 1, True, world, steps=steps)
+    nodes, _, root, _ = grow(lambda r: say("right"), 0, 1, 1, True, world=world, steps=steps)
     ends = [(n.done, n.demonstrated) for n in root.subtree()]
     assert ends == [(False, False), (False, True), (False, True), (True, True)]
     assert nodes[(*RR, "right")] == (1.0, source, 2 if source == "expert" else 1)
@@ -106,51 +107,46 @@ def test_a_demonstration_goes_on_where_the_agent_was_cut(steps, source):
 @pytest.mark.parametrize(
     ("recorded", "limit", "played"),
     [
-        (RR, 5, RR),
-        ((*RR, "right"), 1, (*RR, "right")),  # recorded with more steps than there are now
-        ((*RL, "left"), 5, RL),
+        (RR, 5, 2),
+        ((*RR, "right"), 1, 3),  # recorded with more steps than there are now
+        ((*RL, "left"), 5, 2),
     ],
 )
 def test_recorded_actions_are_played_to_their_end(recorded, limit, played):
     """Beyond the limit of steps, which holds again afterwards, and never behind the episode's end."""
     env = FakeEnv(max_steps=limit)
     moves = replay(env, "train0", [f"Action: {action}" for action in recorded])
-    behind = [played[:n] for n in range(len(played) + 1)]
-    assert [path_of(move.state) for move in moves] == behind and env.path == played
-    assert env.max_steps == limit
+    assert [path_of(move.state) for move in moves] == [recorded[:n] for n in range(played + 1)]
+    assert (env.path, env.max_steps) == (recorded[:played], limit)
 
 
 def test_behind_the_agents_limit_no_branch_begins():
     """The demonstration has three steps, the agent's limit is one: it branches at the root alone."""
     world = {"right": {"right": {"right": 1.0, "left": 0.2}, "left": 0.2}, "left": 0.2}
-    _, asked, root, _ = grow(lambda r: say("left", "right", "left")[: r.n], 5, 2, 9, True, world, steps=1)
+    _, asked, root, _ = grow(lambda r: say("left", "right", "left")[: r.n], 5, 2, 9, True, world=world, steps=1)
     assert {path for path, _ in asked} == {()}
     assert [(n.source, n.rollouts) for n in root.subtree() if n.depth > 1] == [("expert", 0)] * 2
 
 
 def test_where_the_agent_is_cut_counts_what_the_environment_pays(monkeypatch):
-    monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda self: 0.25)
-    _, _, root, env = grow({(): "right", R: "right"}, 0, 1, 1, steps=2)
-    *_, end = tree_records(env, "train0", root, [])
+    """Also for a second rollout, which follows the first to the limit without a step of the environment."""
+    monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda self: 0.25 if self.path == RR else 0.0)
+    explorer = Explorer(FakeEnv(), "train0", FREE, 0, 2, 2, max_steps=2)
+    root, _ = run(explorer.explore(None), Script({(): "right", R: "right"}))
+    assert explorer.rewards == [0.25] * 2
+    *_, end = tree_records(FakeEnv(), "train0", root, [])
     assert (end["reward"], end["done"], end["source"]) == (0.25, True, "policy") and "cut" not in end
     # The same where the demonstration was there first; it goes on to 1.
     world = {"right": {"right": {"right": 1.0}}, "left": 0.2}
-    _, _, root, _ = grow({(): "left left left right right right", R: "right"}, 0, 3, 2, True, world, steps=2)
+    _, _, root, _ = grow({(): "left left left right right right", R: "right"}, 0, 3, 2, True, world=world, steps=2)
     end = root.children["right"].children["right"]
     assert (end.source, end.reward_at_limit, end.reward, end.done) == ("expert", 0.25, 0.0, False)
 
 
-def test_a_rollout_that_the_limit_stops_earns_what_the_environment_pays_there(monkeypatch):
-    """The second one follows the first to the limit, without a step of the environment."""
-    monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda self: 0.25 if self.path == RR else 0.0)
-    explorer = Explorer(FakeEnv(), "train0", Rendering(temperature=0.9), 0, 2, 2, max_steps=2)
-    run(explorer.explore(None), Script({(): "right", R: "right"}))
-    assert explorer.rewards == [0.25] * 2
-
-
-def test_the_expert_plays_under_the_limit_of_the_environment():
+def test_the_expert_plays_under_the_limit_of_the_environment(monkeypatch):
+    monkeypatch.setattr(FakeEnv, "max_steps", 2)
     world = {"left": 0.0, "right": {"right": {"right": 1.0}}}
-    nodes, *_ = grow({(): "left"}, 0, 1, 1, True, world, max_steps=2)
+    nodes, *_ = grow({(): "left"}, 0, 1, 1, True, world=world)
     assert nodes.keys() == {(), L, R, RR}
 
 
@@ -179,7 +175,7 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
     def answer(request):
         return say(*(random.choice(["a", "b", "c", "A ", "jump"]) for _ in range(request.n)))
 
-    nodes, asked, root, env = grow(answer, depth, width, rollouts, with_expert, world, prune)
+    nodes, asked, root, env = grow(answer, depth, width, rollouts, with_expert, prune, world=world)
     assert sum(n == NEW for _, n in asked) <= rollouts
     assert all(len(path) <= depth for path, n in asked if n == NEW)
     assert len({b for _, _, b in nodes.values()} - {0}) <= rollouts + with_expert
@@ -200,55 +196,50 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
 
 
 @pytest.fixture
-def build(tmp_path, agent, fake_world):
-    def command(*more: str, out: str = "trees.jsonl") -> bytes:
-        argv = ["--env", "frozenlake", "--run", ".", "--preset", "paper", "--sft", str(agent)]
-        build_trees.main(over([*argv, "--out", out, "--tasks", "new", "--limit", "4"], more))
-        return (tmp_path / out).read_bytes()
+def build(agent, fake_world):
+    def command(*more: str, out: str = "trees.jsonl") -> list[dict]:
+        usual = f"--env frozenlake --run . --preset paper --sft {agent} --out {out} --tasks new --limit 4"
+        build_trees.main(over(usual.split(), more))
+        return read_jsonl(Path(out))
 
     return command
 
 
-def nodes_of(text: bytes) -> list[dict]:
-    return [json.loads(line) for line in text.splitlines()]
+def tasks_of(nodes: list[dict]) -> list[str]:
+    return list(dict.fromkeys(node["task_id"] for node in nodes))
 
 
-def tasks_of(text: bytes) -> list[str]:
-    return list(dict.fromkeys(node["task_id"] for node in nodes_of(text)))
-
-
-def test_the_file_is_the_same_whatever_the_batch(build, tmp_path, monkeypatch):
-    whole = build()
-    meta = meta_of(tmp_path / "trees.jsonl")
-    assert (meta["trees"], meta["nodes"]) == (4, len(nodes_of(whole)))
-    rewards = [reward for node in nodes_of(whole) for reward in node.get("rollouts", [])]
-    assert meta["rollouts"] == len(rewards) and meta["mean_reward"] == pytest.approx(sum(rewards) / len(rewards))
+def test_the_file_is_the_same_whatever_the_batch(build, monkeypatch):
+    nodes, meta = build(), meta_of(Path("trees.jsonl"))
+    rewards = [reward for node in nodes for reward in node.get("rollouts", [])]
+    assert (meta["trees"], meta["nodes"], meta["rollouts"]) == (4, len(nodes), len(rewards))
+    assert meta["mean_reward"] == pytest.approx(sum(rewards) / len(rewards))
     monkeypatch.setattr(FakeEnv, "side_by_side", 1)
-    assert build(out="one.jsonl") == whole
-    assert build("--seed", "1", out="other.jsonl") != whole
+    build(out="one.jsonl")
+    assert Path("one.jsonl").read_bytes() == Path("trees.jsonl").read_bytes()
+    assert build("--seed", "1", out="other.jsonl") != nodes
 
 
 @pytest.mark.parametrize(("flags", "own", "lowest"), [([], 5, 2), (["--steps", "1"], 5, 1), (["--steps", "9"], 1, 1)])
 def test_new_tasks_are_the_last_ones_and_the_agent_keeps_the_lowest_step_limit(flags, own, lowest, build, monkeypatch):
     monkeypatch.setattr(FakeEnv, "tree_steps", 2)
     monkeypatch.setattr(FakeEnv, "max_steps", own)
-    text = build("--no-expert", *flags)
-    assert tasks_of(text) == ["train5", "train4", "train3", "train2"]
-    assert max(node["depth"] for node in nodes_of(text)) == lowest
-    assert {node["source"] for node in nodes_of(text)} == {"root", "policy"}
+    nodes = build("--no-expert", *flags)
+    assert tasks_of(nodes) == ["train5", "train4", "train3", "train2"]
+    assert max(node["depth"] for node in nodes) == lowest
+    assert {node["source"] for node in nodes} == {"root", "policy"}
 
 
-def test_trees_of_the_cloned_tasks_have_their_demonstrations(build, agent, tmp_path, capsys):
+def test_trees_of_the_cloned_tasks_have_their_demonstrations(build, capsys):
     """In the order of the environment; of two demonstrations of a task that of the higher reward."""
     ways = [("train3", "right", 0.5), ("train3", "left", 0.1), ("train1", "right", 1.0), ("test1", "right", 1.0)]
-    lines = []
-    for task, action, reward in ways:
-        lines.append({"task_id": task, "messages": shown(f"Action: {action}").state.dump(), "reward": reward})
-    expert = tmp_path / "mine.jsonl"
-    expert.write_text(dump(lines))
-    text = build("--tasks", "cloned", "--expert", str(expert))
-    assert tasks_of(text) == ["train1", "train3"]
-    shown_steps = [node["action"] for node in nodes_of(text) if node["expert"]]
-    assert shown_steps == ["Action: right"] * 2  # a step each, not the expert's way
+    lines = [
+        {"task_id": task, "messages": shown(f"Action: {action}").state.dump(), "reward": reward}
+        for task, action, reward in ways
+    ]
+    Path("mine.jsonl").write_text(dump(lines))
+    nodes = build("--tasks", "cloned", "--expert", "mine.jsonl")
+    assert tasks_of(nodes) == ["train1", "train3"]
+    assert [node["action"] for node in nodes if node["expert"]] == ["Action: right"] * 2  # not the expert's own way
     # They lack their ends.
     assert "2 of 3 demonstrations have another reward than recorded" in capsys.readouterr().err
