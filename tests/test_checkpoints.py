@@ -13,7 +13,8 @@ import transformers as hf
 from fakes import chat_tokenizer, dump, labelled_tree, tiny, tiny_lm, word_chat
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
 from torch import nn
 
 import q_search
@@ -23,7 +24,7 @@ from qlass import UserError, models
 from qlass.agent import load_policy
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat, Rendering
-from qlass.files import meta_of
+from qlass.files import meta_of, parts_folder, write_json
 from qlass.inputs import checkpoint, sha256
 from qlass.messages import State
 from qlass.policy import QUESTION, Policy
@@ -41,6 +42,11 @@ def refused(path: Path, reason: str, plain: bool = False) -> None:
     line = str(error.value)
     assert line.startswith(f"{path}: ") and "\n" not in line
     assert re.search(reason, line)
+
+
+def save(model: nn.Module, folder: Path, chat: Chat = CHAT) -> None:
+    model.save_pretrained(folder)
+    chat.save(folder)
 
 
 def close(x, y) -> None:
@@ -61,11 +67,15 @@ def rewrite(file: Path, **settings: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
-def reweigh(folder: Path, change: Callable[[dict], object]) -> None:
-    """Other weights in its file."""
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+def reweighed(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """Other weights in a checkpoint's file."""
+
+    def spoil(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return spoil
 
 
 def encoder(folder: Path) -> None:
@@ -75,26 +85,23 @@ def encoder(folder: Path) -> None:
     hf.BertLMHeadModel(hf.BertConfig(vocab_size=len(CHAT.tokenizer), **sizes)).save_pretrained(folder)
 
 
-def in_shards(folder: Path, name: str) -> list[Path]:
-    """Its weights in two files of such names, and an index; returns the files."""
-    weights = load_file(folder / "model.safetensors")
-    names = sorted(weights)
-    shards = {name.format(i): names[i::2] for i in range(2)}
-    for shard, own in shards.items():
+def in_shards(folder: Path, name: str) -> Path:
+    """Its weights in two files of such names, and an index; returns the second."""
+    weights, index = load_file(folder / "model.safetensors"), {}
+    for i in range(2):
+        own, shard = sorted(weights)[i::2], name.format(i)
         save_file({n: weights[n] for n in own}, folder / shard, metadata={"format": "pt"})
-    weight_map = {n: shard for shard, own in shards.items() for n in own}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        index |= dict.fromkeys(own, shard)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
     (folder / "model.safetensors").unlink()
-    return [folder / shard for shard in shards]
+    return folder / shard
 
 
-FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {  # beside those of refusals.md
-    "a weight is missing": (
-        lambda folder: reweigh(folder, lambda weights: weights.pop("model.norm.weight")),
-        "missing_keys: model.norm.weight",
-    ),
+NORM = "model.norm.weight"
+FOREIGN = {  # beside those of refusals.md
+    "a weight is missing": (reweighed(lambda weights: weights.pop(NORM)), f"missing_keys: {NORM}"),
     "weights that are no numbers": (
-        lambda folder: reweigh(folder, lambda weights: weights["model.norm.weight"].fill_(float("nan"))),
+        reweighed(lambda weights: weights[NORM].fill_(float("nan"))),
         "its outputs are not finite(?!.*--plain)",
     ),
     "an encoder": (encoder, "it is not causal|outputs of token trees differ"),
@@ -118,16 +125,14 @@ CLASSES = [("llama-2", "LlamaTokenizer"), ("chatml", "GPT2Tokenizer"), ("chatml"
 def test_a_tokenizer_is_read_as_its_own_file_says(tmp_path, name, kind):
     """Not as its class would build one: transformers' LlamaTokenizer prepends no space, GPT-2's cuts otherwise."""
     tokenizer = chat_tokenizer(name)
-    if name == "chatml":  # digits in threes
+    if name == "chatml":  # digits in threes, of which "123456" has 23, and 34 where it is whole
+        core = tokenizer.backend_tokenizer
         threes = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|[^\p{N}]+"), "isolated")
         bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        marks, letters = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=marks, initial_alphabet=letters)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([threes, bytewise])
-        tokenizer.backend_tokenizer.train_from_iterator([f"b{i} the cat's $ {i * i}" for i in range(999)], trainer)
+        core.pre_tokenizer = pre_tokenizers.Sequence([threes, bytewise])
+        core.model = BPE(core.get_vocab() | {"34": len(tokenizer), "23": len(tokenizer) + 1}, [("3", "4"), ("2", "3")])
     chat = Chat(tokenizer, Rendering())
-    tiny_lm(chat).save_pretrained(tmp_path)
-    chat.save(tmp_path)
+    save(tiny_lm(chat), tmp_path, chat)
     rewrite(tmp_path / "tokenizer_config.json", tokenizer_class=kind, legacy=False)
     text = "<s>[INST] The cat's b123456 cost $2023.50"
     own = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text, add_special_tokens=False).ids
@@ -141,8 +146,7 @@ def test_a_tokenizer_is_read_as_its_own_file_says(tmp_path, name, kind):
 
 def test_what_a_checkpoint_would_return_beside_its_logits_is_not_asked_for(tmp_path):
     """Mixtral's router logits would stand before them, and attention would be refused after a training."""
-    tiny("mixtral").save_pretrained(tmp_path)
-    CHAT.save(tmp_path)
+    save(tiny("mixtral"), tmp_path)
     before = models.load_model(tmp_path, Sampling())[0](IDS).logits
     rewrite(tmp_path / "config.json", output_router_logits=True, output_attentions=True, return_dict=False)
     for plain in (False, True):
@@ -173,8 +177,7 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(copy, tmp_path, monkeypatc
 def test_the_context_and_the_ends_of_a_turn_are_the_checkpoints(tmp_path):
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     model = tiny_lm(CHAT, max_position_embeddings=256, rope_parameters=yarn)
-    model.save_pretrained(tmp_path)
-    CHAT.save(tmp_path)
+    save(model, tmp_path)
     for ends, stops in ([0, 1], {0, 1}), (1, {1}):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "top_k": -1}))
         _, chat = models.load_model(tmp_path, Sampling())
@@ -199,7 +202,7 @@ def test_how_a_checkpoint_would_be_sampled_elsewhere_changes_nothing(copy):
 def test_the_files_of_weights_are_those_of_the_index(copy, name):
     """torchtune's and others' names: other weights are another checkpoint."""
     before = models.load_model(copy, Sampling())[0](IDS).logits
-    (_, last) = in_shards(copy, f"{name}.safetensors")
+    last = in_shards(copy, f"{name}.safetensors")
     close(models.load_model(copy, Sampling())[0](IDS).logits, before)
     old = sha256(copy)
     (copy / "tokenizer copy.json").write_text("{}")  # of a file manager: not read
@@ -247,8 +250,7 @@ def test_updates_of_a_base_go_through_the_stages(tmp_path, fake_world, bits):
     if bits:
         pytest.importorskip("bitsandbytes")
         run += ["--load-in", bits]
-    tiny_lm(CHAT, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
-    CHAT.save(tmp_path / "base")
+    save(tiny_lm(CHAT, hidden_size=64, intermediate_size=128), tmp_path / "base")
     train = [*run, "--epochs", "3", "--lr", "0.01", "--lora", "2", "--batch", "2"]
     sft.main([*train, "--model", "base", "--n-expert", "3"])
     base, agent = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "sft"))
@@ -271,8 +273,7 @@ def test_updates_of_a_base_go_through_the_stages(tmp_path, fake_world, bits):
 def test_few_bits_that_leave_most_weights_whole_are_refused(tmp_path):
     """The loader packs nn.Linear alone, and an MoE's experts are none."""
     pytest.importorskip("bitsandbytes")
-    tiny("mixtral").save_pretrained(tmp_path)
-    CHAT.save(tmp_path)
+    save(tiny("mixtral"), tmp_path)
     with pytest.raises(UserError, match=r"--load-in packs \d+% of its weights, and no MoE's experts"):
         models.load_model(tmp_path, Sampling(load_in="4bit"))
 
@@ -283,8 +284,7 @@ def test_lora_teaches_no_end_of_a_turn_that_was_never_trained(tmp_path, fake_wor
     base = tiny_lm(CHAT)
     weight = base.get_output_embeddings().weight.data
     weight[CHAT.stop_id] = weight[0] if row is None else row
-    base.save_pretrained(tmp_path / "base")
-    CHAT.save(tmp_path / "base")
+    save(base, tmp_path / "base")
     train = f"--env frozenlake --run {tmp_path} --model base --n-expert 3 --epochs 1".split()
     with pytest.raises(UserError, match="the token that ends a turn was never trained, and --lora does not train it"):
         sft.main([*train, "--lora", "2"])
@@ -296,19 +296,26 @@ def other_head(weights: dict, file: Path) -> None:
     save_file({name: weight + 0.1 for name, weight in weights.items()}, file)
 
 
+def other_agent(model: nn.Module, folder: Path) -> None:
+    hf.PreTrainedModel.save_pretrained(tiny_lm(CHAT, 1), folder)
+
+
+FAULTS = [
+    (train_qnet, "train_qnet.save_file", other_head, "--sft {agent} --labels q_labels.jsonl"),
+    (sft, "transformers.LlamaForCausalLM.save_pretrained", other_agent, "--model {agent} --n-expert 3"),
+]
+
+
+@pytest.mark.parametrize(("stage", "place", "fault", "flags"), FAULTS)
 def test_files_that_are_not_the_model_in_memory_are_found_before_they_get_their_name(
-    tmp_path, agent, fake_world, monkeypatch
+    stage, place, fault, flags, agent, fake_world, monkeypatch
 ):
-    """A head whose file differs, and an agent's layer."""
-    (tmp_path / "q_labels.jsonl").write_text(dump(labelled_tree("train0")))
-    train = f"--env frozenlake --preset paper --run {tmp_path} --epochs 1".split()
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"qnet: its files give .* as in memory"):
-        patch.setattr(train_qnet, "save_file", other_head)
-        train_qnet.main([*train, "--sft", str(agent), "--labels", "q_labels.jsonl"])
-    save = hf.PreTrainedModel.save_pretrained
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"sft: its files give .* as in memory"):
-        patch.setattr(hf.LlamaForCausalLM, "save_pretrained", lambda model, folder: save(tiny_lm(CHAT, 1), folder))
-        sft.main([*train, "--model", str(agent), "--n-expert", "3"])
-    assert not (tmp_path / "qnet").exists() and not (tmp_path / "sft").exists()
-    train_qnet.main([*train, "--sft", str(agent), "--labels", "q_labels.jsonl"])  # goes on, from its last state
-    assert (tmp_path / "qnet").exists() and not (tmp_path / "qnet.parts").exists()
+    Path("q_labels.jsonl").write_text(dump(labelled_tree("train0")))
+    train = f"--env frozenlake --preset paper --run . --epochs 1 {flags}".format(agent=agent).split()
+    out = Path(stage.Config.output)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"{out}: its files give .* as in memory"):
+        patch.setattr(place, fault)
+        stage.main(train)
+    assert not out.exists()
+    stage.main(train)  # goes on, from its last state
+    assert out.exists() and not parts_folder(out).exists()

@@ -1,8 +1,10 @@
 """The five scripts on a lake of sixteen cells, also killed and by several processes; in a fresh clone; installed."""
 
+import functools
 import importlib
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,22 +25,17 @@ STAGES = {"sft": "sft", "build_trees": "trees.jsonl", "bellman": "q_labels.jsonl
           "q_search": "results.jsonl"}  # fmt: skip
 # Named as one's own environment, it has the preset of one, which takes seconds.
 OWN = "environments.frozenlake.env:FrozenLakeEnv"
-LAKE = ["--env", OWN, "--env-option", "map=4x4"]
+LAKE = f"--env {OWN} --env-option map=4x4"
 
 
-def python(*argv: str, cwd: Path, **env: str) -> str:
-    """What a Python of its own prints; it must end well, and find nothing changed."""
-    one_thread = {"OMP_NUM_THREADS": "1"}  # several would wait for one another on a shared machine
-    process = subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, cwd=cwd, env=os.environ | one_thread | env
-    )
-    assert (process.returncode, "Traceback" in process.stderr) == (0, False), process.stderr
-    assert "make it again" not in process.stderr
+def python(command: str, cwd: Path = Path(), **more: str) -> str:
+    """What a Python of its own prints; it must end well, and find nothing changed. more: of its environment."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | more  # several threads would wait for one another
+    words = [sys.executable, *shlex.split(command)]
+    process = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=env)
+    assert process.returncode == 0, process.stderr
+    assert not any(words in process.stderr for words in ("Traceback", "make it again"))
     return process.stdout
-
-
-def script(stage: str, *argv: str, cwd: Path, root: Path = ROOT) -> str:
-    return python(str(root / f"{stage}.py"), *argv, cwd=cwd)
 
 
 def lines(path: Path) -> list[dict]:
@@ -50,7 +47,7 @@ def lake(tmp_path_factory) -> Path:
     """Where the five scripts were run with their defaults, one after the other."""
     folder = tmp_path_factory.mktemp("lake")
     for stage in STAGES:
-        assert "missing" not in script(stage, *LAKE, cwd=folder)  # each finds what the one before it left
+        assert "missing" not in python(f"{ROOT}/{stage}.py {LAKE}", folder)  # each finds what the one before it left
     return folder / "runs" / "frozenlakeenv"
 
 
@@ -74,7 +71,7 @@ def test_what_is_missing_is_made_and_is_the_same(lake, tmp_path, capsys):
     """From the agent alone, search makes the trees, their labels and QNet, as the scripts did."""
     again = tmp_path / "runs" / "frozenlakeenv"
     shutil.copytree(lake / "sft", again / "sft")
-    q_search.main(LAKE)
+    q_search.main(LAKE.split())
     announced = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "missing" in line]
     missing = [f"runs/frozenlakeenv/{name}" for name in ("qnet", "q_labels.jsonl", "trees.jsonl")]
     assert announced == [f"{path} is missing" for path in missing]
@@ -95,12 +92,12 @@ SHORT = {  # flags with which a run lasts seconds
 def test_killed_stages_complete_the_same_files(tmp_path, monkeypatch):
     """Killed at a random moment; where processes share the work, one of three is, and one does the rest."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
+    for folder in (whole, killed):
+        folder.mkdir()
     monkeypatch.chdir(whole)
     rng = random.Random(0)
     for stage, flags in SHORT.items():
-        main, argv = importlib.import_module(stage).main, ["--run", "run", *LAKE, *flags.split()]
+        main, argv = importlib.import_module(stage).main, f"--run run {LAKE} {flags}".split()
         begun = time.monotonic()
         main(argv)
         seconds = time.monotonic() - begun
@@ -126,15 +123,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_plain_needs_neither_the_fast_engine_nor_a_server(tmp_path):
     """All stages, where these can't be imported."""
     program = [
-        "import sys",
-        "sys.modules |= {'qlass.fast': None, 'integrations.served': None, 'integrations.servers': None}",
+        "import sys; sys.modules |= dict.fromkeys(('qlass.fast', 'integrations.served', 'integrations.servers'))"
     ]
     for stage, flags in SHORT.items():
-        plain = ["--plain"] * (stage != "bellman")
-        argv = [*LAKE, *flags.split(), *plain]
-        program += [f"import {stage}", f"{stage}.main({argv})"]
-    assert "missing" not in python("-c", "\n".join(program), cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert len(lines(tmp_path / "runs" / "frozenlakeenv" / "results.jsonl")) == 8
+        plain = "" if stage == "bellman" else "--plain"
+        program += [f"import {stage}; {stage}.main('{LAKE} {flags} {plain}'.split())"]
+    assert "missing" not in python(f'-c "{chr(10).join(program)}"', PYTHONPATH=str(ROOT))
+    assert len(lines(Path("runs/frozenlakeenv/results.jsonl"))) == 8
 
 
 def test_the_first_command_works_in_a_fresh_clone(agent, tmp_path):
@@ -143,22 +138,18 @@ def test_the_first_command_works_in_a_fresh_clone(agent, tmp_path):
         pytest.skip("not a clone")
     run = clone / "runs" / "webshop"
     shutil.copytree(agent, run / "sft")
-    flags = ["--env", "webshop", "--depth", "3", "--tasks", "new", "--limit", "2", "--rollouts", "2"]
-    script("build_trees", *flags, cwd=clone, root=clone)
+    python("build_trees.py --env webshop --depth 3 --tasks new --limit 2 --rollouts 2", clone)
     assert len(list(read_trees(run / "trees.jsonl"))) == 2
 
 
 def test_stages_run_from_a_wheel(tmp_path):
     site = tmp_path / "site"
-
-    def run(*arguments: str) -> str:
-        return python(*arguments, cwd=tmp_path, PYTHONPATH=str(site), XDG_CACHE_HOME=str(tmp_path))
-
+    run = functools.partial(python, PYTHONPATH=str(site), XDG_CACHE_HOME=str(tmp_path))
     ignored = shutil.ignore_patterns(".*", "tests", "docs", "runs", "generated", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
-    run("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site), "./source")
+    run("-m pip install -q --no-deps --no-build-isolation --target site ./source")
     assert {path.name for path in site.glob("*.py")} == {path.name for path in ROOT.glob("*.py")}
-    played = run("-m", "experiments.compare", "--env", "frozenlake", "--method", "expert", "rule", "--limit", "2")
-    assert "expert: mean reward" in played and (tmp_path / "runs" / "frozenlake" / "results.jsonl").exists()
-    run("-m", "reporting", "--run", "runs/frozenlake")
-    run("-c", "import gymnasium; gymnasium.make('envs:qlass/FrozenLake-v0').reset()")
+    played = run("-m experiments.compare --env frozenlake --method expert rule --limit 2")
+    assert "expert: mean reward" in played and Path("runs/frozenlake/results.jsonl").exists()
+    run("-m reporting --run runs/frozenlake")
+    run("-c \"import gymnasium; gymnasium.make('envs:qlass/FrozenLake-v0').reset()\"")

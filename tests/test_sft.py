@@ -3,13 +3,12 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fakes import FakeEnv, chat_tokenizer, over, settings_of, tiny_lm, word_chat
-from tokenizers import AddedToken, Tokenizer, normalizers
+from tokenizers import AddedToken, normalizers
 
 import q_search
 import sft
@@ -213,58 +212,29 @@ def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, cap
     assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == FakeEnv().task_ids("train")
 
 
-def test_a_start_is_known_by_its_content_and_not_by_its_name(clone, tmp_path, monkeypatch):
-    """A stopped training resumes with the same weights in another folder, and refuses other weights."""
-    name, here, there = "org/model", tmp_path / "model", tmp_path / "there"
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda asked, **_: str({name: here}[asked]))
-
-    def train(model: object) -> None:
-        if (tmp_path / "sft").exists():
-            (tmp_path / "sft").rename(tmp_path / "sft.parts")  # as one that was stopped
-        clone("--model", str(model), "--n-expert", "3")
-
-    train(name)
-    train(shutil.copytree(here, there))
-    (tmp_path / "sft").rename(tmp_path / "sft.parts")
-    tiny_lm(CHAT, 1).save_pretrained(here)
-    for other in (here, name):  # trained again, or a hub's main that has moved on
-        with pytest.raises(UserError, match="begun with another model"):
-            train(other)
-    train(there)
-
-
-def added(**options: bool) -> Callable[[Tokenizer], object]:
-    """A token that takes the blanks before it, or of whole words alone."""
-    return lambda core: core.add_tokens([AddedToken("go", normalized=False, **options)])
-
-
-def normalized(*steps: normalizers.Normalizer) -> Callable[[Tokenizer], object]:
-    return lambda core: setattr(core, "normalizer", normalizers.Sequence(list(steps)))
-
-
-NFKC, NO_ACCENTS = normalizers.NFKC(), [normalizers.NFD(), normalizers.StripAccents()]
-CHANGED: list[tuple[Callable[[Tokenizer], object], str, str]] = [  # a tokenizer's spoiling, an answer, what comes back
-    (lambda core: None, "Action: go\nTask: more", "'Action: go':"),  # a stop text
-    (normalized(NFKC), "Action: go ½", "'Action: go 1⁄2'"),
-    (normalized(*NO_ACCENTS), "Action: café", "'Action: cafe'"),
-    (normalized(normalizers.NFC()), "Action: cafe\u0301", "'Action: café'"),
-    (normalized(normalizers.Replace("``", '"')), "Action: ``a", "'Action: \"a'"),
-    (normalized(normalizers.Lowercase()), "Action: A", "'action: a'"),
-    (added(lstrip=True), "Action:  go", "'Action:go'"),
+CHANGED = [  # a tokenizer's normalizers, an answer, what comes back
+    ([], "Action: b\nTask: more", "'Action: b':"),  # a stop text
+    ([], "Action:  go", "'Action:go'"),  # a token that takes the blanks before it
+    ([normalizers.NFKC()], "Action: b ½", "'Action: b 1⁄2'"),
+    ([normalizers.NFD(), normalizers.StripAccents()], "Action: café", "'Action: cafe'"),
+    ([normalizers.NFC()], "Action: cafe\u0301", "'Action: café'"),
+    ([normalizers.Replace("``", '"')], "Action: ``a", "'Action: \"a'"),
+    ([normalizers.Lowercase()], "Action: A", "'action: a'"),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "answer", "back"), CHANGED)
-def test_an_answer_that_does_not_come_back_from_its_tokens_is_refused(spoil, answer, back):
+@pytest.mark.parametrize(("steps", "answer", "back"), CHANGED)
+def test_an_answer_that_does_not_come_back_from_its_tokens_is_refused(steps, answer, back):
     """The agent could never write it. The line names the demonstration, the text, and what comes back."""
     tokenizer = chat_tokenizer("chatml")
-    spoil(tokenizer.backend_tokenizer)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.backend_tokenizer.add_tokens([AddedToken("go", normalized=False, lstrip=True)])
     chat = Chat(tokenizer, Rendering())
-    plain = State((("user", "walk"), ("assistant", "ok"), ("user", "you stand"), ("assistant", "action: b")))
-    sft.check_demonstrations(shown(plain), chat, 1000)
-    told = State((*plain.messages[:3], ("assistant", answer)))
+    before = (("user", "walk"), ("assistant", "ok"), ("user", "you stand"))
+    well, other = shown(*(State((*before, ("assistant", text))) for text in ("action: b", answer)))
+    sft.check_demonstrations([well], chat, 1000)
     with pytest.raises(UserError) as error:
-        sft.check_demonstrations(shown(plain, told), chat, 1000)
+        sft.check_demonstrations([well, other], chat, 1000)
     assert str(error.value).startswith(f"demonstration 2: the answer {answer!r} comes back from its tokens as {back}")
 
 
