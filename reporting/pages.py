@@ -1,4 +1,4 @@
-"""Numbers of README.md, the results page and docs/protocols.md, from the files beside it: python -m reporting.pages
+"""Numbers of README.md, the results pages and docs/protocols.md, from the files beside them: python -m reporting.pages
 
     .813<!--shops/qlass-6-->              the reward of a row of cells.csv, as it stands or as .813±.01
     1,844<!--shops/qlass-6:tokens-->      another column of its row of results.csv
@@ -21,11 +21,11 @@ from reporting import plans
 
 FOLDER = plans.FOLDER
 ROOT = FOLDER.parents[1]
-PAGES = (ROOT / "README.md", FOLDER / "README.md", ROOT / "docs/protocols.md")
+PAGES = (ROOT / "README.md", FOLDER / "README.md", FOLDER / "learners.md", ROOT / "docs/protocols.md")
 CONDITION = [*plans.PLACE, "commit", *plans.CONDITION, "seed"]
 NUMBER = re.compile(r"(?:\*\*)?[+-]?[\d,]*\.?\d+(±\.\d+)?( \[[^]]*\])?(?:\*\*)?(?: †)?<!--(?P<name>[\w/:.-]+)-->")
 TABLE = re.compile(r"(<!-- rows: (?P<name>[\w-]+) -->\n\n)(?:\|.*\n)+")
-COLUMNS = {"tokens": "{:,.0f}", "generated": "{:,.0f}", "env_steps": "{:.1f}"}
+COLUMNS = {"tokens": "{:,.0f}", "generated": "{:,.0f}", "env_steps": "{:.1f}", "trainings": "{:.0f}"}
 
 
 def short(number: float, sign: str = "") -> str:

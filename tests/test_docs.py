@@ -217,7 +217,7 @@ def test_the_cells_of_the_notebook_run(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------- numbers of README and the results page
 
 
-@pytest.mark.parametrize("page", pages.PAGES, ids=["README", "results", "protocols"])
+@pytest.mark.parametrize("page", pages.PAGES, ids=["README", "results", "learners", "protocols"])
 def test_each_number_of_a_page_is_the_cell_that_it_names(page):
     text = page.read_text(encoding="utf-8")
     assert pages.refresh(text) == text, "python -m reporting.pages writes them anew"

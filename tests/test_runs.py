@@ -35,7 +35,11 @@ VARIANTS = {  # arguments with which a script takes another path
 }
 CALLS = [(script, arguments) for script in SCRIPTS for arguments in VARIANTS.get(script, [""])]
 COMMANDS = "bash basename cat date dirname env getconf grep head ls mkdir printf rm sed sleep tail tee uname wc"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "runs/reference_output/README.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "runs/reference_output").glob("*.md")),
+]
 
 
 FLOORS = [{"qlass"}, {"environments", "data"}, {"envs"}, {"sft", "build_trees", "bellman", "train_qnet", "q_search"},
