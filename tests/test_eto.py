@@ -55,9 +55,11 @@ def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
 
 def tree(*nodes, task="t"):
     messages = trajectory("left")["messages"][:3]
-    root = node(0, None, task_id=task, nodes=len(nodes) + 1, task="find the purse", messages=messages, q=0.5, q_raw=0.5)
-    below = enumerate(nodes, 1)
-    return [root, *(node(i, at, task_id=task, action=f"Action: {a}", q=q, q_raw=0.5) for i, (at, a, q) in below)]
+    root = {"nodes": len(nodes) + 1, "task": "find the purse", "messages": messages}
+    lines = [node(0, None, task_id=task, q=0.5, q_raw=0.5, **root)]
+    for i, (parent, action, q) in enumerate(nodes, 1):
+        lines.append(node(i, parent, task_id=task, action=f"Action: {action}", q=q, q_raw=0.5))
+    return lines
 
 
 def test_the_best_sibling_is_preferred_to_each_that_is_worse_by_more_than_the_gap():
