@@ -60,6 +60,9 @@ def test_each_turn_has_the_value_that_a_search_sees(qnet):
     assert turn_values(qnet, state.dump()[:3], state.task) == ([], [])
     with pytest.raises(UserError, match="begin with an instruction and the agent's OK"):
         turn_values(qnet, state.dump()[2:])
+    qnet.chat.rendering.compact = True  # a tiny model's
+    with pytest.raises(UserError, match="beside the task's sentence"):
+        turn_values(qnet, state.dump())
 
 
 TALK = [("user", "walk"), ("assistant", "OK"), ("user", "at the door")]

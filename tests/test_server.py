@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -353,9 +353,13 @@ def test_a_served_qnet_gives_the_local_values_and_no_others(fake, qnet):
             entry["embedding"] = [math.inf]
         return reply
 
+    def of_texts(indices: list[int]) -> Callable[[dict], dict]:
+        """A reply with the embeddings of these texts alone."""
+        return lambda body: (reply := fake.embeddings(body)) | {"data": [reply["data"][i] for i in indices]}
+
     usage = {"prompt_tokens": 7, "total_tokens": 7}
-    fake.script += [lambda body: fake.embeddings(body) | {"usage": usage}, not_finite]
-    for words in ("reads", "answers"):
+    fake.script += [lambda body: fake.embeddings(body) | {"usage": usage}, of_texts([0]), of_texts([1, 1]), not_finite]
+    for words in ("reads", "reads", "reads", "answers"):
         with pytest.raises(UserError, match=words):
             served.score([siblings])
 
