@@ -52,7 +52,7 @@ from qlass.settings import (
     run_stage,
     workload,
 )
-from qlass.trees import tree_metrics
+from qlass.trees import tree_metrics, tree_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,44 +262,6 @@ def play_newest_leaf(fork: envs.TextEnv, task_id: str, root: Node) -> None:
         turns.insert(0, Turn(node.action, node.state.observation, reward, node.done))
         node = node.parent
     play_again(fork, task_id, turns, unlimited=True)
-
-
-def tree_records(
-    env: envs.TextEnv, task_id: str, root: Node, rewards: Sequence[float]
-) -> list[dict]:
-    """A tree as lines of trees.jsonl (docs/files.md). rewards: of the agent's rollouts in it."""
-    nodes = list(root.subtree())
-    number: dict[Node | None, int] = {node: i for i, node in enumerate(nodes)}
-    records: list[dict] = []
-    for i, node in enumerate(nodes):
-        stopped = node.reward_at_limit is not None
-        record = {
-            "task_id": task_id,
-            "node_id": i,
-            "parent_id": number.get(node.parent),
-            "depth": node.depth,
-            "action": node.action,
-            "observation": node.state.observation,
-            "reward": node.reward,
-            "done": node.done,
-            "source": node.source,
-            "branch": node.branch,
-            "expert": node.demonstrated,
-        }
-        if stopped and node.children:  # only the demonstration is longer
-            record["cut"] = node.reward_at_limit
-        elif stopped:
-            record |= {"reward": node.reward_at_limit, "done": True}
-        records.append(record)
-    records[0] |= {
-        "observation": root.state.observation.removeprefix(env.instruction),
-        "env": env.name,
-        "task": root.state.task,
-        "messages": root.state.dump(),
-        "nodes": len(nodes),
-        "rollouts": list(rewards),
-    }
-    return records
 
 
 def build(

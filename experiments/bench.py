@@ -27,7 +27,7 @@ from tyro.conf import Positional
 
 import envs
 import train_qnet
-from build_trees import Explorer, tree_records
+from build_trees import Explorer
 from experiments import drive_in_order
 from qlass import UserError, models
 from qlass.agent import load_policy
@@ -43,7 +43,7 @@ from qlass.policy import Policy
 from qlass.records import Label
 from qlass.settings import Sampling, parse, read_settings, run_stage
 from qlass.tiny import AIDS, tiny_model
-from qlass.trees import read_trees
+from qlass.trees import read_trees, tree_records
 
 TEXT = 17  # tokens of a demonstration's mean action
 N = 4  # candidates

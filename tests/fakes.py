@@ -30,12 +30,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 import bellman
 import envs
-from build_trees import Explorer, tree_records
+from build_trees import Explorer
 from qlass import settings
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, react
 from qlass.models import PROBE
+from qlass.trees import tree_records
 
 ROOT = Path(__file__).parents[1]
 

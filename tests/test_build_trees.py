@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import build_trees
-from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS, Explorer, tree_records
+from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS, Explorer
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
 from qlass.files import meta_of, read_jsonl
 from qlass.messages import State, parse_action, replay
+from qlass.trees import tree_records
 
 
 def shown(*actions: str) -> Demonstration:

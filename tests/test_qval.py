@@ -11,7 +11,6 @@ import pytest
 from fakes import FakeEnv, Script, explore, over, say, settings_of
 
 import envs
-from build_trees import tree_records
 from experiments import Call, answer, judges
 from experiments.qval import __main__ as qval
 from experiments.qval import metrics
@@ -24,6 +23,7 @@ from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl, write_jsonl
 from qlass.messages import react, start
+from qlass.trees import tree_records
 
 RENDERING = Rendering()
 GAMMA = 0.95
