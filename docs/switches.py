@@ -6,9 +6,9 @@ python -m experiments.compare --env docs.switches:Switches    # runs all five st
 from collections.abc import Iterator
 from itertools import combinations
 
-from environments import pick
 from envs import TextEnv
 from qlass import UserError
+from qlass.environment import pick
 
 LAMPS = ("red", "green", "blue", "white", "amber", "violet")
 TASKS = ["-".join(lamps) for n in (1, 2, 3) for lamps in combinations(LAMPS, n)]

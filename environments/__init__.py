@@ -13,7 +13,7 @@ import importlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,6 @@ SHARED: dict[str, Any] = {"max_steps": None, "instruction": ""}  # options of ev
 for _name, _place in ENVIRONMENTS.items():  # gymnasium.make("envs:qlass/WebShop-v0", split="test")
     _kind = _place.partition(":")[2].removesuffix("Env")
     gymnasium.register(f"qlass/{_kind}-v0", "envs:make", kwargs={"name": _name})
-
-
-def pick(choices: Mapping[str, Any], name: str, what: str) -> Any:
-    """The choice of a name; UserError that lists them where there is none. what: the words before a wrong name."""
-    if name not in choices:
-        raise UserError(f"{what} {name!r}: choose one of {', '.join(choices)}")
-    return choices[name]
 
 
 def writable(folder: Path) -> Path:

@@ -15,8 +15,9 @@ from typing import Any
 
 from tyro.conf import Positional
 
-from environments import make, pick
+from environments import make
 from qlass import UserError
+from qlass.environment import pick
 from qlass.files import read_json
 from qlass.records import Line
 from qlass.settings import parse, run_stage

@@ -15,9 +15,8 @@ so far: to return to it they are played again, and a page that is another one en
 import json
 from typing import Any, NamedTuple
 
-from environments import pick
 from qlass import UserError
-from qlass.environment import TextEnv
+from qlass.environment import TextEnv, pick
 from qlass.records import as_user_error
 
 SEEDS = {"train": range(1000), "val": range(1000, 1100), "test": range(1100, 1300)}

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import gymnasium
@@ -41,6 +41,14 @@ def fair_order(task_ids: Iterable[str], task_type: Callable[[str], str]) -> list
         for rank, (lot, task_id) in enumerate(sorted(members)):
             spread.append(((rank + 0.5) / len(members), lot, task_id))
     return [task_id for *_, task_id in sorted(spread)]
+
+
+def pick(choices: Mapping[str, Any], name: str, what: str) -> Any:
+    """The choice of a name; UserError that lists them where there is none. what: the words before a
+    wrong name."""
+    if name not in choices:
+        raise UserError(f"{what} {name!r}: choose one of {', '.join(choices)}")
+    return choices[name]
 
 
 class TextEnv(gymnasium.Env):

@@ -12,8 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from environments import pick
 from qlass import UserError
+from qlass.environment import pick
 
 from .engine import Game, Goal, World
 

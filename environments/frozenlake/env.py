@@ -9,8 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from gymnasium.envs.toy_text.utils import categorical_sample
 
-from environments import pick
-from qlass.environment import Player, TextEnv
+from qlass.environment import Player, TextEnv, pick
 
 from . import lake
 

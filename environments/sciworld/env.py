@@ -7,8 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from environments import pick
-from qlass.environment import Player, TextEnv
+from qlass.environment import Player, TextEnv, pick
 
 from . import expert, simulator, tasks
 

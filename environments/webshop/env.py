@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from data import make_webshop
-from environments import pick, writable
+from environments import writable
 from qlass import UserError
-from qlass.environment import Player, TextEnv
+from qlass.environment import Player, TextEnv, pick
 
 from . import catalogue, earnings, engine, expert
 
