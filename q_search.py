@@ -298,11 +298,8 @@ class Search:
 
     def fields(self, method: Any) -> dict:
         """The fields of a result line that are the same for all tasks."""
-        shared = {
-            "env": self.env.name,
-            "split": self.config.split,
-            "label": self.config.label or "",
-        }
+        label = self.config.label or ""
+        shared = {"env": self.env.name, "split": self.config.split, "label": label}
         return shared | method.settings()
 
     async def play_task(self, method: Any, task_id: str, again: bool) -> list[dict]:

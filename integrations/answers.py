@@ -27,8 +27,8 @@ def read_answer(text: str, knows: Callable[[str], bool]) -> tuple[str, bool, boo
     labels = len(LABEL.findall(text))
     for thought, action in dict.fromkeys(readings(text)):
         answer = f"{thought.rstrip(MARKS)}\nAction: {action}".strip()
-        known = action and parse_action(answer) == action and knows(action)
-        if known and (action == bare(action) or not knows(NO_ACTION)):
+        is_valid = action and parse_action(answer) == action and knows(action)
+        if is_valid and (action == bare(action) or not knows(NO_ACTION)):
             return text if parse_action(text) == action else answer, True, labels < 2
     return text, False, labels == 1
 

@@ -111,7 +111,7 @@ class ChatModel(Remote):
         for line in self.file.read_text(encoding="utf-8").split("\n") if self.file.exists() else ():
             with contextlib.suppress(ValueError):  # empty, or what a stop cut
                 self.keep(**json.loads(line))
-        self.before, self.asked = self.usage.copy(), 0
+        self.before, self.requests = self.usage.copy(), 0
 
     def version(self) -> str | None:
         """The model's name in an answer: a run that goes on must not mix two that had one alias."""
@@ -151,23 +151,23 @@ class ChatModel(Remote):
     async def ask_for(self, draws: list[str], question: tuple, seed: int) -> None:
         """Ask by one request for an answer of each draw, and write down what comes."""
         n, most = len(draws), self.config.max_answers or math.inf
-        if self.asked + n > most:
+        if self.requests + n > most:
             raise UserError(f"--max-answers {most}: no more are asked for; the same command with more goes on")
-        self.asked += n
+        self.requests += n
         try:
             reply = await self.reply(question, seed=seed, n=n if n > 1 else None)
         except UserError as error:
             refused = getattr(error.__cause__, "status_code", 0) in (400, 404, 422)
             if n == 1 or self.alone is False or not refused:
                 raise
-            self.asked -= n
+            self.requests -= n
             self.alone = True
             warn(f"each answer is a request of its own, as the server refuses one for several: {error}")
             return
         if n > 1:
             self.alone = False
         choices, usage = reply.choices[:n], reply.usage
-        self.asked -= n - len(choices)
+        self.requests -= n - len(choices)
         if len(choices) < n:
             warn("the server gives one answer to a request for several: --body '{\"n\": null}' is faster")
         if usage.completion_tokens is None:
@@ -204,8 +204,8 @@ class ChatModel(Remote):
         self.prompts[task, messages] = prompt
         answers, counts = [], self.counts
         for answer in written:
-            text, known, clear = read_answer(answer.text, request.knows)
-            counts.update({"read": 1, "known": known, "unclear": not clear, "empty": not text, answer.end: 1})
+            text, is_valid, is_clear = read_answer(answer.text, request.knows)
+            counts.update({"read": 1, "known": is_valid, "unclear": not is_clear, "empty": not text, answer.end: 1})
             answers.append(dataclasses.replace(answer, text=text, prompt=prompt - before))
             if counts["read"] == FIRST and not counts["known"]:
                 warn(f"the environment knows no action of the first {FIRST} answers, such as {text!r}: --examples 2")

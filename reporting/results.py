@@ -183,8 +183,8 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     groups = [Group(Condition(*key), episodes) for key, episodes in table.groupby(CONDITION)]
     groups.sort(key=lambda group: group.condition.order())
     warnings = [] if warnings is None else warnings
-    found = unfinished(table), check_tables(groups), check_rows(groups), doubts(groups), leaks(table)
-    warnings += dict.fromkeys(chain.from_iterable(found))
+    problems = unfinished(table), check_tables(groups), check_rows(groups), doubts(groups), leaks(table)
+    warnings += dict.fromkeys(chain.from_iterable(problems))
     for warning in warnings:
         warn(warning)
     return groups

@@ -42,7 +42,12 @@ def test_values_by_hand(target, raw):
     for n, (value, q) in values(tree_by_hand(), target).items():
         assert (value, q) == pytest.approx((raw[n], (raw[n] - lowest) / (1 - lowest)))
     # A demonstration (branch 1) that stops early, on whose way the agent was stopped at its limit.
-    cut = [node(0, None), node(1, 0, branch=1, cut=0.3), node(2, 1, branch=1), node(3, 0, 0.6, branch=2, done=True)]
+    cut = [
+        node(0, None),
+        node(1, 0, branch=1, cut=0.3),
+        node(2, 1, branch=1),
+        node(3, 0, 0.6, branch=2, done=True),
+    ]
     assert targets.reward(cut, 0.9) == [0.0, 0.0, 0.0, 0.6]
     on_the_way = [node(0, None), node(1, 0, 0.3), node(2, 1, 1.0, done=True)]  # counts once and undiscounted
     assert bellman.q_values(on_the_way, 0.5) == pytest.approx([0.4, 0.8, 1.0])

@@ -61,13 +61,13 @@ def test_another_agent_judges_among_all_valid_actions_and_is_charged_for_what_it
 
 
 def test_of_equal_scores_one_is_taken_at_random_and_a_missing_one_last():
-    async def given(context, decision):
+    async def scores_of(context, decision):
         return decision.candidates
 
     def ranked(scores, number=0):
         context = SimpleNamespace(config=SimpleNamespace(seed=0))
         decision = Decision(None, None, scores, (number,))
-        values, _ = run(by_scorer(SimpleNamespace(scores=given), context, decision), None)
+        values, _ = run(by_scorer(SimpleNamespace(scores=scores_of), context, decision), None)
         return values.tolist()
 
     assert ranked([1.0, None, 2.0]) == pytest.approx([1.0, -math.inf, 2.0])
