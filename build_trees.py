@@ -92,7 +92,7 @@ class Node:
     action: str | None = None
     reward: float = 0.0
     done: bool = False  # the environment has ended the episode
-    reward_at_limit: float | None = None  # where the agent's own limit of steps stopped it
+    reward_at_limit: float | None = None  # the agent's, where its own limit stopped it
     source: str = "root"  # who took the action first: "policy" or "expert"
     branch: int = 0  # number of the trajectory that created the node
     demonstrated: bool = False  # the demonstration passes here

@@ -166,9 +166,8 @@ def sft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
     """
     ids = pad_sequence([torch.tensor(e.ids) for e in examples], batch_first=True)  # (B, T)
     labels = [torch.tensor(e.labels) for e in examples]
-    targets = pad_sequence(labels, batch_first=True, padding_value=NO_TARGET)[:, 1:].to(
-        model.device
-    )
+    targets = pad_sequence(labels, batch_first=True, padding_value=NO_TARGET)[:, 1:]
+    targets = targets.to(model.device)
     kept = (targets != NO_TARGET).any(dim=0).nonzero()[:, 0]  # (K,)
     logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=kept).logits
     targets = targets[:, kept]  # (B, K)
