@@ -1,7 +1,7 @@
 """ETO (Song et al. 2024): the agent learns by preference from its own failures.
 
     reads   RUN/sft/ and demonstrations, or with --pairs siblings RUN/q_labels.jsonl
-    writes  RUN/sft-NAME/ (by validation the best), RUN/sft-NAME.updates.jsonl (a line a batch), RUN/sft-NAME.resume.pt
+    writes  RUN/sft-NAME/ (by validation the best), RUN/sft-NAME.updates.jsonl (a line a batch), .resume.safetensors
 
     python -m experiments.eto --env webshop --pairs siblings
 

@@ -8,6 +8,7 @@ batches spend nothing.
 import copy
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import NonNegativeInt, PositiveInt
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import envs
 from experiments import drive_in_order
@@ -24,6 +27,7 @@ from qlass import UserError, files, models, outputs
 from qlass.agent import set_first_messages
 from qlass.batching import Sample
 from qlass.chat import Chat
+from qlass.device import divided_like
 from qlass.fast.decode import FastPolicy
 from qlass.files import Inputs, atomic, lock, meta_of, meta_path, write_json, write_jsonl
 from qlass.noise import uniforms
@@ -92,22 +96,32 @@ class Learner:
         else:
             models.save(self.model, self.chat, folder, dataclasses.replace(config, precision="float32"))
 
-    def weights(self) -> list[torch.Tensor]:
-        return [p.data for group in self.optimizer.param_groups for p in group["params"]]
+    @property
+    def weights(self) -> list[torch.nn.Parameter]:
+        """All that learns, in a fixed order."""
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
 
     def suspend(self, path: Path, lines: list[dict]) -> None:
-        """Write weights, moments and the lines so far."""
-        state = {"weights": self.weights(), "moments": self.optimizer.state_dict(), "lines": lines}
+        """Write weights and moments by their numbers, and the lines so far."""
+        state = {}
+        for i, weight in enumerate(self.weights):
+            for kind, tensor in {"": weight, **self.optimizer.state[weight]}.items():
+                state[f"{i} {kind}"] = tensor.detach()
         with atomic(path) as draft:
-            torch.save(state, draft)
+            save_file(state, draft, {"lines": json.dumps(lines)})
 
+    @torch.no_grad()
     def resume(self, path: Path) -> list[dict]:
         """Read what `suspend` wrote. Returns the lines."""
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        for own, saved in zip(self.weights(), state["weights"], strict=True):
-            own.copy_(saved)
-        self.optimizer.load_state_dict(state["moments"])
-        return state["lines"]
+        state = safe_open(path, "pt")
+        for key in state.offset_keys():
+            number, _, kind = key.partition(" ")
+            weight = self.weights[int(number)]
+            if kind:
+                self.optimizer.state[weight][kind] = divided_like(weight, state.get_tensor(key))
+            else:
+                weight.copy_(state.get_tensor(key))
+        return json.loads(state.metadata()["lines"])
 
 
 def load(sft: Path, config: Config, env: envs.TextEnv, copied: bool = True) -> Learner:
@@ -149,15 +163,15 @@ def learn(
     learned: Iterable[str],
     inputs: Inputs,
 ) -> None:
-    """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
-    larger --budget continues. All are of the last validation; the last batch of a smaller budget has one too.
+    """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.safetensors, from which a stopped
+    run or a larger --budget continues. All are of the last validation; the last batch of a smaller budget has one too.
 
     passes: how often a token that was spent went forward, a backward pass counted as two; "played" of a line are tokens
     that went forward once. learned: tasks that are played or read. inputs: the agent "sft", and what else is read.
     """
     folder = config.run / f"sft-{config.name}"
     log = folder.with_name(folder.name + ".updates.jsonl")
-    state = folder.with_name(folder.name + ".resume.pt")
+    state = folder.with_name(folder.name + ".resume.safetensors")
     unit = config.budget_in
     tasks = env.task_ids("val")[: config.val or None]
     if not tasks:

@@ -1,7 +1,7 @@
 """Turn-level PPO (Schulman et al. 2017): a learned value of states in place of the groups of GRPO.
 
     reads   RUN/sft/, RUN/q_labels-avg.jsonl (trees by `experiments.targets --target avg`, made if missing)
-    writes  RUN/sft-NAME/, RUN/sft-NAME.updates.jsonl, RUN/sft-NAME.resume.pt, as experiments/tree_grpo.py does
+    writes  RUN/sft-NAME/, and beside it .updates.jsonl and .resume.safetensors, as experiments/tree_grpo.py does
 
     python -m experiments.ppo --env webshop
 

@@ -1,7 +1,7 @@
 """Tree-GRPO (Ji et al. 2025): reinforcement learning whose groups are the branches of trees.
 
     reads   RUN/sft/ (the cloned agent, which is also the reference of the KL penalty)
-    writes  RUN/sft-NAME/ (by validation the best), RUN/sft-NAME.updates.jsonl (a line a batch), RUN/sft-NAME.resume.pt
+    writes  RUN/sft-NAME/ (by validation the best), RUN/sft-NAME.updates.jsonl (a line a batch), .resume.safetensors
 
     python -m experiments.tree_grpo --env webshop                        # M = 2 trees, N = 2 draws, L = 1 round
     python -m experiments.tree_grpo --env webshop --rounds 0 -M 4        # chain GRPO at the same nominal budget
