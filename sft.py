@@ -103,7 +103,7 @@ def check_demonstrations(expert: list[Demonstration], chat: Chat, max_tokens: in
         lost += max(tokens) > max_tokens
     if lost:
         share = f"{lost} of {len(expert)} demonstrations"
-        warn(f"{share} lose their actions beyond {max_tokens:,} tokens")
+        warn(f"actions beyond {max_tokens:,} tokens are lost in {share}")
 
 
 NO_TARGET = -100  # the label of a token that the agent reads and does not write

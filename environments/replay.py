@@ -110,7 +110,7 @@ def replay_demonstrations(expert: Sequence[Demonstration], env: TextEnv, tasks: 
     fork.close()
     for kind, lines in examples.items():
         warn(
-            f"{len(lines)} of {len(expert)} demonstrations have {kind} (python -m reporting.demonstration). The first:"
+            f"{kind} in {len(lines)} of {len(expert)} demonstrations (python -m reporting.demonstration). The first:"
             f" {lines[0]}"
         )
     if not any(reward is None or reward > 0 for reward in rewards):

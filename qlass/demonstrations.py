@@ -75,8 +75,8 @@ def read(path: Path, env: TextEnv, most: int | None = None) -> list[Demonstratio
         raise UserError(f"{path}: holds no demonstration")
     if others := [line.task_id for line in expert if line.task_id not in train]:
         warn(
-            f"{path}: {len(others)} demonstrations have no training task's task_id (such as"
-            f" {others[0]}), so they may be of test tasks"
+            f"{path}: no training task's task_id in {len(others)} of {len(expert)} demonstrations"
+            f" (such as {others[0]}), so they may be of test tasks"
         )
     return expert
 

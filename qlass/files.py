@@ -119,7 +119,10 @@ def parts_folder(output: Path) -> Path:
 def input_of(output: Path, name: str) -> Path | None:
     """The path of an output's input, from its metadata; None if it had no such input."""
     relative = meta_of(output)["inputs"].get(name)
-    return output.parent / relative if relative else None
+    if not relative:
+        return None
+    path, here = (output.parent / relative).resolve(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def is_begun(output: Path) -> bool:

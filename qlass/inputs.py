@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qlass import UserError
 from qlass.chat import Rendering
-from qlass.files import begun_meta, meta_of, rank_and_size, read_json, read_meta, warn
+from qlass.files import begun_meta, input_of, meta_of, rank_and_size, read_json, read_meta, warn
 from qlass.records import WeightIndex, as_user_error
 from qlass.settings import Run, default_run, other_kind, settings_in
 
@@ -98,11 +98,11 @@ def changes(output: Path) -> Iterator[str]:
         if edited and name in recipe and value != recipe[name]:
             difference = f"was made with {name} {recipe[name]}, and {file} says {value} now"
             yield f"{output} {difference}: make it again"
-    for name, relative in meta["inputs"].items():
-        path = output.parent / relative
-        if path.exists() and sha256(path) != recipe[name]:
-            yield f"{output} was made from another {path} than there is now: make it again"
-        yield from changes(path)
+    for name in meta["inputs"]:
+        if path := input_of(output, name):
+            if path.exists() and sha256(path) != recipe[name]:
+                yield f"{output} was made from another {path} than there is now: make it again"
+            yield from changes(path)
 
 
 # ------------------------------------------------------------------------------ content of an input

@@ -243,4 +243,4 @@ def test_trees_of_the_cloned_tasks_have_their_demonstrations(build, capsys):
     assert tasks_of(nodes) == ["train1", "train3"]
     assert [node["action"] for node in nodes if node["expert"]] == ["Action: right"] * 2  # not the expert's own way
     # They lack their ends.
-    assert "2 of 3 demonstrations have another reward than recorded" in capsys.readouterr().err
+    assert "another reward than recorded in 2 of 3 demonstrations" in capsys.readouterr().err

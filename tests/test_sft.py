@@ -242,7 +242,7 @@ def test_each_page_that_a_markov_agent_reads_counts_as_cut(capsys):
     markov = Chat(CHAT.tokenizer, Rendering(markov=True))
     long = State((*STATE.messages[:4], ("user", "you stand at left " * 9), *STATE.messages[1:4]))
     sft.check_demonstrations(shown(long, STATE), markov, 21)
-    assert "1 of 2 demonstrations lose their actions beyond 21 tokens" in capsys.readouterr().err
+    assert "actions beyond 21 tokens are lost in 1 of 2 demonstrations" in capsys.readouterr().err
 
 
 # ---------------------------------------------- the environment's answers are cloned too (experiments/clone_answers.py)
