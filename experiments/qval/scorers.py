@@ -21,9 +21,9 @@ import numpy as np
 import bellman
 import envs
 from experiments import Call
+from experiments.qval.chat_policy import ChatPolicy
 from experiments.qval.points import EXACT, GAMMA, Point, exact
 from experiments.targets import TARGETS
-from integrations.chat_policy import ChatPolicy
 from qlass import UserError
 from qlass.agent import load_agent, load_policy
 from qlass.batching import Candidate, LogProb, Score, ask

@@ -1,4 +1,4 @@
-"""A chat model behind a server in the place of a `Policy`: a judge of experiments/qval."""
+"""A chat model behind a server in the place of a `Policy`: a judge."""
 
 import math
 
