@@ -178,6 +178,16 @@ def test_the_oracle_plays_the_shortest_plan_and_the_rule_is_the_expert(env):
         assert episodes[0] == episodes[1] and env.state.won
 
 
+def test_the_expert_takes_and_lights_what_is_at_hand(env):
+    """It may have seen the second of two objects, or a lamp, before it found the first one elsewhere."""
+    kinds = ("pick_two_obj_and_place", "look_at_obj_in_light")
+    for task_id in filter(lambda task_id: env.task_type(task_id) in kinds, env.task_ids("train")):
+        env.reset(options={"task_id": task_id})
+        for _, action in env.expert(task_id):
+            assert action in env.valid_actions()
+            env.step(action)
+
+
 def rearranged(game, seen, rng):
     """The game, but what lies in receptacles that were not `seen`, nor stand where those do, is shuffled."""
     spots = {game.location[r] for r in seen} | {game.start.location}
