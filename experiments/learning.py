@@ -77,6 +77,7 @@ class Learner:
 
     def drive(self, players: Iterable[Coroutine], env: envs.TextEnv, seed: int) -> list[Any]:
         """Run the players and return their results; the agent samples with its weights of now."""
+        self.model.eval()  # in training with --gradient-checkpointing it fills no cache
         policy = FastPolicy(self.model, self.chat, seed)  # a new one: the last one remembers the weights before
         return list(drive_in_order(players, {Sample: policy.sample}, env.side_by_side))
 
@@ -143,6 +144,8 @@ def trainable(sft: Path, config: Config) -> tuple[Any, Chat, Any]:
     for module in model.modules():  # a training is to compute the probabilities that were sampled
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
     return model, chat, adapter
 
 
@@ -209,7 +212,7 @@ def learn(
                     mark = Policy(learner.model, learner.chat).fingerprint()
                 figures = {"best": best(), "last": line, "passes": passes, "budget": config.budget} | provenance
                 write_json(meta_path(folder), meta | figures | {"fingerprint": mark})
-                write_jsonl(log, lines)
                 learner.suspend(state, lines)
+                write_jsonl(log, lines)
     gain = f"validation {lines[0]['val']:.3f} -> {best()['val']:.3f} at batch {best()['batch']}"
     print(f"{folder}: {gain}, {lines[-1][unit]:,} of {config.budget:,.0f} {unit} spent", flush=True)

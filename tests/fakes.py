@@ -356,10 +356,10 @@ def log_pi(next_token: Callable[[list[int]], torch.Tensor], ids: list[int], vali
     return total
 
 
-def save_agent(folder: Path, seed: int = 0, **rendering: Any) -> Path:
-    """A checkpoint of an agent with random weights that knows the words of the fake world."""
+def save_agent(folder: Path, seed: int = 0, options: Any = (), **rendering: Any) -> Path:
+    """A checkpoint of an agent with random weights that knows the words of the fake world. options: the model's."""
     chat = word_chat(**rendering)
-    tiny_lm(chat, seed).save_pretrained(folder)
+    tiny_lm(chat, seed, **dict(options)).save_pretrained(folder)
     chat.save(folder)
     return folder
 

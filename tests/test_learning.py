@@ -1,15 +1,18 @@
 """The learners as scripts: they learn a written world, keep the best checkpoint, and go on where they were stopped."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
-from fakes import FakeEnv, dump, over, save_agent, tiny_lm, word_chat
+from fakes import FakeEnv, dump, over, save_agent, settings_of, tiny_lm, word_chat
 
 from experiments import eto, ppo, tree_grpo
-from experiments.learning import Learner
+from experiments.learning import Learner, trainable
 from qlass import UserError, demonstrations
 from qlass.agent import load_policy
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl
+from qlass.messages import State
 from qlass.settings import Sampling
 
 GROUPS = ["--batch-tasks", "8", "--minibatch", "4", "--every", "2"]
@@ -107,7 +110,24 @@ def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, monkeyp
     assert not first & second
 
 
-@pytest.mark.parametrize("flags", [[], ["--lora", "2"]])
+def test_a_stop_while_the_first_state_is_written_loses_nothing(train, tmp_path, monkeypatch):
+    train(tree_grpo, "one", 50)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Learner, "suspend", Mock(side_effect=KeyboardInterrupt))
+        train(tree_grpo, "again", 50)
+    train(tree_grpo, "again", 50)
+    assert contents(tmp_path / "again") == contents(tmp_path / "one")
+
+
+def test_an_agent_learns_without_dropout(tmp_path):
+    """What is trained are the probabilities by which it was drawn."""
+    folder = save_agent(tmp_path / "agent", options={"attention_dropout": 0.9})
+    model, chat, _ = trainable(folder, settings_of(tree_grpo, "--preset", "paper"))
+    ids = torch.tensor([chat.prompt(State((("user", "find the purse"),), opening=0))])
+    assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("flags", [[], ["--lora", "2"], ["--gradient-checkpointing"]])
 def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
     free = save_agent(tmp_path / "free-agent", max_new_tokens=6)
     last = train(tree_grpo, "free", 50, "--entropy", "0.1", *flags, sft=free)[-1]
