@@ -13,11 +13,11 @@
     FILE.py:NAME        a function of your own, of a State and the list of its candidates: the list of their scores
 
 All judges see the draws of q_search.py --method qlass. A line of RUN/results-judges.jsonl has the method "judge" and,
-as `player`, the name of the judge's folder, function or word. The table shows each judge's reward, its difference from
-the first judge, the tokens (not what a score of experiments.qval reads) and seconds of a task, and the share of pairs
-of siblings in held-out trees (RUN/q_labels.jsonl) that it ranks as their q: where the demonstration's action is the
-better one of the two, where it is the worse one, and where neither or both are the demonstration's. What is played is
-not played again, so a judge may come later.
+as `player`, the folder's name (of two AFTER-BEFORE), FILE.py:NAME or the word. The table shows each judge's reward, its
+difference from the first judge, the tokens (a judge's model is charged the candidates, once) and seconds of a task, and
+the share of pairs of siblings in held-out trees (RUN/q_labels.jsonl) that it ranks as their q: where the
+demonstration's action is the better one of the two, where it is the worse one, and where neither or both are the
+demonstration's. What is played is not played again, so a judge may come later.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ import math
 import runpy
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import ClassVar
 
@@ -118,7 +118,7 @@ def load(text: str, search: q_search.Search) -> Variant:
     """A judge; the inputs of the search get what it is read from."""
     config, inputs = search.config, search.inputs
     if text in WORDS:
-        return WORDS[text]
+        return dataclasses.replace(WORDS[text], seed=config.seed)
     if text in SCORES:
         return load_scorer(text, search)
     kind, _, places = text.rpartition("=")
@@ -131,7 +131,9 @@ def load(text: str, search: q_search.Search) -> Variant:
         if function not in names:
             raise UserError(f"--judge {text}: {file} has no {function}")
         return judge(rank=partial(by_function, names[function]))
-    inputs |= {f"judge {path.name}": path for path in paths}
+    for path in paths:
+        if inputs.setdefault(f"judge {path.name}", path) != path:
+            raise UserError(f"--judge {text}: another folder is named {path.name}: rename one")
     if kind == "qnet":
         scorer, _ = q_search.load_scorer(dataclasses.replace(config, qnet=places))
         return judge(rank=partial(by_model, scorer.score), reads=True)
@@ -202,8 +204,14 @@ def accuracies(pairs: Sequence[tuple[str, float]]) -> dict[str, str]:
 
 
 def table(config: Config, siblings: dict[str, dict]) -> pd.DataFrame:
-    """A row for each judge and M. siblings: the accuracies of each judge."""
-    groups = {(g.condition.player, g.condition.M): g for g in read_results(result_files([str(config.path)]))}
+    """A row for each judge and M; empty while other processes go on. siblings: the accuracies of each judge."""
+    groups = {
+        (group.condition.player, group.condition.M): group
+        for group in read_results(result_files([str(config.path)]) if config.path.exists() else ())
+        if config.split in set(group.episodes["split"])
+    }
+    if not groups.keys() >= {*product(siblings, config.M)}:
+        return pd.DataFrame()
     first, *_ = siblings
     rows = []
     for name, of_siblings in siblings.items():
@@ -232,9 +240,9 @@ def main(argv: list[str] | None = None) -> None:
     siblings = {}
     for judge in judges:
         players = (rank_siblings(tree, dataclasses.replace(judge, M=max(config.M)), search) for tree in trees)
-        siblings[judge.player] = accuracies([*chain(*drive(players, search.backends, search.env.side_by_side))])
-    if config.path.exists():  # else other processes go on
-        print(markdown(table(config, siblings)))
+        side_by_side = config.in_flight or search.env.side_by_side
+        siblings[judge.player] = accuracies([*chain(*drive(players, search.backends, side_by_side))])
+    print(markdown(table(config, siblings)))
 
 
 if __name__ == "__main__":

@@ -172,6 +172,26 @@ def test_a_judge_may_come_later_and_none_plays_twice(bench, tmp_path):
         bench("--judge", "own.py:right")
 
 
+def test_chance_has_the_seed_of_the_command(bench):
+    firsts = [
+        bench("--judge", "chance", "--seed", n, "--limit", "1", out=n)["judge", "chance", 2, "test0"] for n in "01"
+    ]
+    scores = [[candidate["q"] for candidate in line["steps"][0]["candidates"]] for line in firsts]
+    assert not set(scores[0]) & set(scores[1])
+
+
+def test_the_table_is_of_the_split_and_waits_for_other_processes(bench, monkeypatch, capsys):
+    def rows(*flags):
+        capsys.readouterr()
+        bench("--judge", "own.py:right", *flags)
+        return [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+
+    of_test = rows()
+    assert rows("--split", "val", "--limit", "2")[2:] != of_test[2:] == rows()[2:]  # another number of tasks
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert rows("-M", "3") == []
+
+
 def test_the_score_of_the_page_plays(bench, tmp_path):
     page = (Path(judges.__file__).parents[1] / "docs" / "compare.md").read_text(encoding="utf-8")
     (tmp_path / "overlap.py").write_text(page.partition("```python\n")[2].partition("```")[0])
