@@ -92,7 +92,8 @@ def changes(output: Path) -> Iterator[str]:
     for each setting that was edited since."""
     meta, file = meta_of(output), output.with_name("settings.toml")
     recipe, old = meta["recipe"], meta.get("settings", {})
-    now = settings_in(file, recipe["stage"]) if old else {}  # else the file may be anybody's
+    # Without old ones the file may be anybody's.
+    now = settings_in(file, recipe["stage"], recipe.get("lora")) if old else {}
     for name, value in now.items():
         edited = name in old and value != old[name]
         if edited and name in recipe and value != recipe[name]:
@@ -126,8 +127,8 @@ def files_of(folder: Path) -> list[Path]:
     for file in files:
         if file.stat().st_size < 200 and b"https://git-lfs" in file.read_bytes():
             raise UserError(f"{folder}: {file.name} is a pointer of Git LFS: git lfs pull")
-    merged = (folder / "policy.json").exists()  # a checkpoint of ours keeps its adapter
-    if adapters := list(folder.glob("adapter_config.json" if merged else "**/adapter_config.json")):
+    ours = (folder / "policy.json").exists()  # which keeps its adapter, in a folder of its own
+    if adapters := list(folder.glob("adapter_config.json" if ours else "**/adapter_config.json")):
         raise UserError(
             f"{folder}: {adapters[0].relative_to(folder)} is an adapter's: merge it with its base"
             " first (docs/models.md)"

@@ -79,7 +79,7 @@ def recipe_of(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict
             world = next(iter(read_jsonl(path)), {})
         env, other = world.get("env"), world.get("env_version")
         if env not in (None, config.env):
-            raise UserError(f"{path} is of {env}, not of {config.env}: name another --{name}")
+            raise UserError(f"{path} is of {env}, not of {config.env}: --env, or another --{name}")
         version = version or other
         if other not in (None, version):
             warn(f"{path} is of version {other} of {config.env}, the rest of version {version}")
@@ -114,8 +114,8 @@ def refuse_another_recipe(output: Path, config: Run, recipe: dict, inputs: Input
 
 
 def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
-    """Return an output's metadata; the arguments are `recipe_of`'s. They are also written, unless
-    they are to replace others, which `claim` does."""
+    """Return an output's metadata, from `recipe_of`'s arguments, and write them; with --overwrite
+    `claim` or `publish` writes them later."""
     recipe = recipe_of(output, config, settings, inputs)
     meta_file = begun_meta(output)
     new = config.overwrite or not is_begun(output)
@@ -132,7 +132,8 @@ def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
     if output.parent == config.run:
         if not config.file.exists():
             write_settings(config)
-        meta.setdefault("settings", settings_in(config.file, config.stage))
+        lora, expert = (getattr(config, name, None) for name in ("lora", "expert"))
+        meta.setdefault("settings", settings_in(config.file, config.stage, lora, expert))
     if meta != old and not config.overwrite:
         write_json(meta_file, meta)
     return meta
@@ -182,8 +183,8 @@ def claim(output: Path, meta: dict, again: bool) -> None:
 
 
 def remove_parts(output: Path) -> None:
-    """Remove the parts of a complete output. Their metadata go first: without these a stop leaves
-    nothing that says that the parts replace the output."""
+    """Remove the parts of a complete output, their metadata first: parts that have metadata would
+    replace the output."""
     remove(parts_folder(output) / "meta.json")
     shutil.rmtree(parts_folder(output), ignore_errors=True)
 

@@ -158,10 +158,11 @@ def parse(
 def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = None) -> R:
     """The settings of a command of a run."""
     words = list(sys.argv[1:] if argv is None else argv)
-    names = [word.partition("=")[0] for word in words if re.match("--?[A-Za-z]", word)]
-    for name in {*names} - {"--env-option"}:
-        if names.count(name) > 1:  # the first one would count for nothing
-            raise UserError(f"{name} stands twice")
+    flags = [word.partition("=")[0] for word in words if re.match("--?[A-Za-z]", word)]
+    names = [flag.lstrip("-").replace("_", "-") for flag in flags]
+    for flag, name in zip(flags, names, strict=True):
+        if name != "env-option" and names.count(name) > 1:  # the first one would count for nothing
+            raise UserError(f"{flag} stands twice")
     own = defaults(kind, words)
     config = parse(kind, doc, words, own)
     # A chat model's name, of other stages, says nothing of the kind of QNet beside it.
@@ -213,7 +214,7 @@ def settings_in(file: Path, stage: str, lora: Any = None, expert: Any = None) ->
     with_lora = table.pop("with_lora", {})
     if expert:
         table.pop("n_expert", None)  # a file is read to its end
-    return table | with_lora if lora else table
+    return table | with_lora if lora or table.get("lora") else table
 
 
 def by_types(kind: type[C], values: dict, place: str) -> C:

@@ -53,6 +53,12 @@ OF_A_RUN = [  # the same in a run that is begun
 ]
 
 
+def test_lora_in_the_file_of_a_run_has_a_rate_of_its_own(tmp_path):
+    text = (PRESETS / "paper" / "any.toml").read_text()
+    (tmp_path / "settings.toml").write_text(text.replace("[sft]", "[sft]\nlora = 16"))
+    assert settings_of(sft, "--run", str(tmp_path)).lr == 2e-4
+
+
 @pytest.mark.parametrize(("stage", "flags", "expected"), SETTINGS)
 def test_flags_choose_the_preset_and_go_before_it(stage, flags, expected):
     assert expected.items() <= vars(settings_of(stage, *flags.split())).items()
