@@ -41,7 +41,7 @@ def turns_of(outcome: dict) -> list[Turn]:
 def play_again(fork: TextEnv, task_id: str, turns: Sequence[Turn], unlimited: bool = False) -> None:
     """Play an episode once more. UserError if it goes otherwise. The fork is closed.
 
-    unlimited: it goes on without a limit of steps, as a tree's agent does.
+    unlimited: without the environment's limit of steps, as in a tree, which has its own.
     """
     state, reward, done = start(fork, task_id), 0.0, False
     fork.forget()
@@ -70,8 +70,8 @@ def difference(answer: str, expected: str) -> str:
 
 
 def refuse_openings(expert: list[Demonstration], env: TextEnv) -> None:
-    """UserError unless demonstrations begin with one instruction and agreement or, without one, as the environment
-    begins their tasks: an agent is asked in the words in which it was cloned."""
+    """UserError unless demonstrations begin with one instruction and agreement or, where there is no agreement, are of
+    training tasks and begin as these do: an agent is asked in the words in which it was cloned."""
     first = expert[0].state
     train = set() if first.opening else {*env.split_ids("train")}
     fork = env.fork()
@@ -108,11 +108,10 @@ def replay_demonstrations(expert: Sequence[Demonstration], env: TextEnv, tasks: 
                 examples.setdefault(kind, []).append(f"task {demonstration.task_id}: {words}")
         rewards.append(reward)
     fork.close()
+    played = sum(demonstration.task_id in tasks for demonstration in expert)
     for kind, lines in examples.items():
-        warn(
-            f"{kind} in {len(lines)} of {len(expert)} demonstrations (python -m reporting.demonstration). The first:"
-            f" {lines[0]}"
-        )
+        share = f"{len(lines)} of {played} demonstrations that were played"
+        warn(f"{kind} in {share} (python -m reporting.demonstration). The first: {lines[0]}")
     if not any(reward is None or reward > 0 for reward in rewards):
         raise UserError(f"none of {len(expert)} demonstrations earns anything (python -m reporting.demonstration)")
 

@@ -6,14 +6,14 @@ docs/files.md shows a line of each.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from qlass import UserError, records
 from qlass.environment import TextEnv
-from qlass.files import input_of, meta_of, warn
+from qlass.files import input_of, meta_of, rank_and_size, warn
 from qlass.messages import State, replay, start
 from qlass.outputs import Output
 from qlass.settings import Run
@@ -44,9 +44,13 @@ def demonstrate(env: TextEnv, task_id: str, recorded: Sequence[str] | None = Non
 def collect(env: TextEnv, config: Run, most: int | None) -> Path:
     """RUN/expert.jsonl with the first --n-expert training tasks."""
     path = config.run / "expert.jsonl"
+    if rank_and_size()[1] > 1:  # they may train again, and share what has been played
+        config = replace(config, overwrite=False)
     out = Output(path, config, env.settings, {}, itemgetter("task_id"))
     tasks = env.task_ids("train")[:most]
     todo = out.todo(tasks)
+    if todo and out.done:
+        warn(f"{path}: grows, so that what was made from it counts as made from another file")
     out.write(([demonstrate(env, task_id)] for task_id in todo), "expert", len(todo))
     out.finish(tasks)
     return path
@@ -100,9 +104,8 @@ def demonstrations_of(checkpoint: Path) -> tuple[Path | None, int | None]:
 def by_task(
     named: Path | None, sft: Path, env: TextEnv
 ) -> tuple[Path | None, dict[str, Demonstration]]:
-    """The named file, or the one that the agent was cloned from; of each task in it the
-    demonstration of the highest reward, of equals the first. A trajectory that self-training has
-    added counts where it comes first."""
+    """The named file, or the one that the agent was cloned from; of each task in it the first line
+    or, if it has a higher reward, the best of the expert's. No reward counts as 0."""
     path, most = (named, None) if named else demonstrations_of(sft)
     if path is None:
         warn(f"{sft}: its demonstrations are not at hand (--expert)")

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from fakes import FakeEnv
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from qlass import UserError, files, outputs
+from qlass import UserError, demonstrations, files, outputs
 from qlass.files import parts_folder, read_jsonl
 from qlass.inputs import find_or_make
 from qlass.outputs import Output
@@ -86,6 +87,19 @@ def test_stopped_at_any_byte_at_any_width_it_becomes_the_same_file(calls):
         assert meta["tasks"] == TASKS and grow(path) == []
         assert grow(path, tasks=[*TASKS, "t4"]) == ["t4"]  # more tasks: what is there is not done again
         assert path.read_bytes() == WHOLE + "".join(map(files.dumps, group("t4"))).encode()
+
+
+def test_processes_that_train_again_share_the_demonstrations_that_were_played(tmp_path, capsys):
+    def collect(*words: str, most: int, share: tuple = ALONE) -> list[dict]:
+        config = flags("--run", str(tmp_path), *words)
+        with process(*share):
+            return list(files.read_jsonl(demonstrations.collect(FakeEnv(), config, most)))
+
+    first = collect(most=1)
+    assert collect("--overwrite", most=1, share=(1, 2)) == first
+    assert "expert.jsonl: grows" not in capsys.readouterr().err
+    assert collect(most=2)[:1] == first
+    assert "expert.jsonl: grows, so that what was made from it counts as" in capsys.readouterr().err
 
 
 MISTAKES = [

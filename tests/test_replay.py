@@ -213,17 +213,19 @@ def test_a_demonstration_is_not_played_out_of_memory(monkeypatch):
 
 def test_other_pages_another_reward_and_unknown_actions_are_told_apart(capsys):
     """Each kind with its count and its first example."""
-    way = "(python -m reporting.demonstration). The first: task"
+    way = "demonstrations that were played (python -m reporting.demonstration). The first: task"
     sits, stripped = with_page(RIGHT, 2, "you sit at start"), with_page(RIGHT, 4, "you stand at start right")
     assert told_of(capsys, RIGHT, sits, stripped) == [
-        f"warning: other pages than recorded in 2 of 3 demonstrations {way} train0: 'you stand at start' in place of"
+        f"warning: other pages than recorded in 2 of 3 {way} train0: 'you stand at start' in place of"
         " 'you sit at start'"
     ]
     poor, unread = shown("right", reward=1.0, task="train1"), shown("**Action:**right", "sing", reward=1.0)
     assert told_of(capsys, RIGHT, poor, unread, unread) == [
-        f"warning: another reward than recorded in 1 of 4 demonstrations {way} train1: 0 in place of 1",
-        f"warning: no action that fake knows in 2 of 4 demonstrations {way} train0: '**Action:**right'",
+        f"warning: another reward than recorded in 1 of 4 {way} train1: 0 in place of 1",
+        f"warning: no action that fake knows in 2 of 4 {way} train0: '**Action:**right'",
     ]
+    (line,) = told_of(capsys, poor, RIGHT, RIGHT, tasks=["train1"])
+    assert "another reward than recorded in 1 of 1 " in line
     too_long = dataclasses.replace(RIGHT, state=RIGHT.state.extended("Action: right", "").extended("Action: right", ""))
     (line,) = told_of(capsys, dataclasses.replace(too_long, state=too_long.state.prefix(-1)))
     assert "other pages than recorded" in line and "[the end]" in line
