@@ -2,7 +2,7 @@
 states from which a stopped training goes on, and the processes that torchrun starts.
 
 Processes divide weights, gradients and moments among them (FSDP2), and gather each layer while it
-computes. What LoRA adds, and a model from scratch, each process has whole.
+computes. Each process has whole what LoRA adds, weights in few bits, and a model from scratch.
 
 NOTES. Gradients are sums over processes, and the loss is divided by the update's own count. All
 processes gather a layer at the same time, so each must do as many passes as the others: one with
@@ -94,8 +94,8 @@ class Training:
     state and the weights of the best epoch.
 
     lines: the log, one per update and one per epoch, written as it grows. A state is weights,
-    moments, random numbers and the log so far. Any number of processes resume a training with it:
-    what came after the state is done, and logged, again. The first process writes.
+    moments, random numbers and the log so far. From a state any number of processes go on; they
+    repeat, and log again, what came after it. The first process writes.
     complete: there is nothing to do.
     """
 
@@ -181,7 +181,7 @@ class Training:
         """Sum the gradients of all processes. Returns the sum of their losses, the update's."""
         if not distributed.is_initialized():
             return loss
-        weights = self.trained.values()
+        weights = self.trainable.values()
         total = torch.tensor(loss, device=next(iter(weights)).device, dtype=torch.float64)
         distributed.all_reduce(total)
         for weight in weights:
@@ -224,8 +224,8 @@ class Training:
             self.save_state("best")
 
     @property
-    def trained(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by their names."""
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by their names."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def save_state(self, name: str) -> None:
@@ -233,7 +233,7 @@ class Training:
         "last", or "best", which has no moments. All processes gather; the first one writes, and its
         random numbers stand for all."""
         state = {"random": RANDOM.get_rng_state()}
-        for weight_name, weight in self.trained.items():
+        for weight_name, weight in self.trainable.items():
             moments = self.optimizer.state[weight] if name == "last" else {}
             for kind, tensor in {"": weight, **moments}.items():
                 tensor = whole(torch.as_tensor(tensor).detach())
@@ -249,24 +249,29 @@ class Training:
     @torch.no_grad()
     def load_state(self, name: str) -> list[dict]:
         """Take model, optimizer and random numbers from a state. Returns its log."""
-        path, trained = self.parts / f"{name}.safetensors", self.trained
+        path, weights = self.parts / f"{name}.safetensors", self.trainable
         with as_user_error(f"{path} can't be read; delete {self.parts} to begin again"):
             state = safe_open(path, "pt")
-            for weight_name, weight in trained.items():
+            for weight_name, weight in weights.items():
                 weight.copy_(divided_like(weight, state.get_tensor(f"{weight_name} ")))
             for key in state.offset_keys():
                 weight_name, _, kind = key.partition(" ")
                 if kind:
-                    weight = trained[weight_name]
+                    weight = weights[weight_name]
                     moment = divided_like(weight, state.get_tensor(key))
                     self.optimizer.state[weight][kind] = moment
             RANDOM.set_rng_state(state.get_tensor("random"))
             return json.loads(state.metadata()["log"])
 
     def load_best(self) -> None:
-        """Give the model the best epoch's weights."""
-        if self.best_epoch < len(self.curve):
-            self.load_state("best")
+        """Give the model the best epoch's weights. UserError if the state is of another epoch:
+        other processes, which go on after a stop, round otherwise and may find another one best."""
+        best = self.best_epoch
+        if best < len(self.curve):
+            epoch = self.load_state("best")[-1]["epoch"]
+            if epoch != best:
+                reason = f"its best state is of epoch {epoch}, and the best is {best}"
+                raise UserError(f"{self.parts}: {reason}: --overwrite starts again")
 
     def finish(
         self, save: Callable[[Path], list[float]], expected: list[float], **figures: Any

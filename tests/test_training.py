@@ -103,6 +103,14 @@ def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(tmp_
     assert [entry["validation"] for entry in figures["curve"]] == losses[:epochs]
 
 
+def test_a_best_state_of_another_epoch_is_refused(tmp_path):
+    """Epoch 3 was the best, and its end is after the last state. Those that go on find another loss."""
+    with pytest.raises(Stopped):
+        fit(tmp_path, 13, [9.0, 7.0, 5.0], save_every=11)
+    with pytest.raises(UserError, match="its best state is of epoch 3, and the best is 2"):
+        fit(tmp_path, losses=[9.0, 7.0, 8.0, 8.0], save_every=11)
+
+
 STOPS = [  # before which updates, with which validations, and moments in how many bits
     ([0], LOSSES, "adamw"),
     ([4, 5, 7], LOSSES, "adamw"),
