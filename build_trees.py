@@ -5,9 +5,9 @@
 
     python build_trees.py --env webshop --depth 3 --width 3
 
-For each training task the agent plays rollouts from the root, then from the nodes of branches that
-scored, the demonstration's among them. A node is expanded while it has fewer than W children and
-its depth is at most D. A branch without reward queues nothing or, with --prune tail, its first two
+For each training task the agent plays rollouts from the root, then from the nodes of the
+demonstration and of rollouts that scored. A node is expanded while it has fewer than W children and
+its depth is at most D. A rollout without reward queues nothing or, with --prune tail, its first two
 nodes.
 
 The paper grows trees on the tasks that the agent was cloned from (--tasks cloned; with --expert on
@@ -15,7 +15,7 @@ those of that file). --tasks new takes training tasks from the end of the list: 
 from the tasks at its beginning.
 
 Where the paper leaves a choice:
-- The queue gets the expanded node again, with its new branch. Else no node would get W children.
+- The queue gets the expanded node again, with its new branch. Else few nodes would get W children.
 - Two actions that the environment executes alike are one child. If all draws repeat old children,
   the rollout follows one of them. If it leaves the old nodes further down, it adds a child there,
   even to a node that has W. At most W + EXTRA_ROLLOUTS rollouts begin at a node.
@@ -135,7 +135,7 @@ class Explorer:
         demonstrations: by task; the environment's expert plays other tasks. None if the tree has no
         expert branch (lines 11 to 13).
         """
-        moves = self.demonstrate(demonstrations)  # under the environment's limit of steps
+        moves = self.demonstrate(demonstrations)  # before the environment's limit is lifted
         state = start(self.env, self.task_id)  # line 1
         self.max_steps = min(self.max_steps, self.env.step_limit() or math.inf)
         self.env.max_steps = None  # self.max_steps stops the agent; `done` is the environment's

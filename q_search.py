@@ -63,7 +63,8 @@ Name: Any = Literal[tuple(METHODS)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Sampling):
-    """The paper's M (Table 5). It does not say N; its Algorithm 4 selects by the final reward."""
+    """The settings of search. M is the paper's (Table 5), which does not say N; its Algorithm 4
+    selects by the final reward."""
 
     stage: ClassVar = "q_search"
     output: ClassVar = "results.jsonl"
@@ -271,9 +272,9 @@ class Search:
         """Play the tasks by each method of the plan, and write a line for each.
 
         A method needs `settings()` (the fields that identify it), `str()`, and `play(env, task_id,
-        chat)`, a coroutine that returns the outcome. Of a command's episodes the first five (of a
-        slow simulator the first) and one in fifty are played again from their actions, unless its
-        `replays` is false.
+        chat)`, a coroutine that returns the outcome. Of its new tasks the first five (of a slow
+        simulator the first) and one in fifty are played again, from the actions of the episode that
+        counts, unless its `replays` is false.
         """
         config, env = self.config, self.env
         settings = config.recipe() | env.settings

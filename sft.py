@@ -77,8 +77,9 @@ def check_demonstrations(expert: list[Demonstration], chat: Chat, max_tokens: in
     """UserError for a demonstration that an agent cannot learn. A warning counts those of which
     `max_tokens` cut later actions.
 
-    An answer has no control token, which the agent would learn as letters. Its tokens give it back:
-    a stop text would cut it, and some tokenizers change letters. The first action is not cut.
+    Refused are answers with a control token, which the agent would learn as letters, answers that
+    their tokens do not give back (a stop text cuts them, or the tokenizer changes letters), and a
+    first action that is cut.
     """
     lost = 0
     for number, demonstration in enumerate(expert, 1):
@@ -266,8 +267,8 @@ def clone(
     make_examples: Callable[..., Iterator[Any]] = examples_of,
     loss_of: Callable[[Any, list[Any]], torch.Tensor] = sft_loss,
 ) -> None:
-    """Train an agent on demonstrations. make_examples, loss_of: another loss, and the examples that
-    it learns from. Eq. (5) validates the agent whatever the loss."""
+    """Train an agent on demonstrations. make_examples, loss_of: the examples of another loss, and
+    that loss. Eq. (5) validates the agent whatever the loss."""
     env = envs.from_config(config)
     device.join(config)
     start = start_of(config)

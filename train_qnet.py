@@ -158,7 +158,7 @@ def family_loss(
         sum_a e(a)^2 = k mean(e)^2 + sum_a (e(a) - mean(e))^2.
 
     Most of the error is in the first term, but only the second one can change the siblings' order.
-    The rank weight counts this second one again (runs/reference_output/README.md).
+    The rank weight adds it (runs/reference_output/README.md).
 
     family: a pair alone or, where a rank weight compares them, all siblings of a state.
     """

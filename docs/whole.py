@@ -1,4 +1,4 @@
-"""The whole of QLASS on one page: all five stages on a frozen lake of sixteen cells, without files, flags or batches.
+"""The whole of QLASS on one page: all five stages on a frozen lake of sixteen cells, without files, flags or padding.
 
     python docs/whole.py    # a quarter of a minute on one core
 
@@ -191,15 +191,15 @@ class QNet(nn.Module):
     def forward(self, state: State, action: str) -> torch.Tensor:
         """The value V of each token of (s, a), (T,). The last one's is Q(s, a)."""
         ids = torch.tensor([chat.pair(state, action)])
-        hidden = self.backbone(input_ids=ids).last_hidden_state  # Eq. (9): h_1 .. h_T, (1, T, D)
-        return self.head(hidden)[0, :, 0]
+        states = self.backbone(input_ids=ids).last_hidden_state  # Eq. (9): h_1 .. h_T, (1, T, D)
+        return self.head(states)[0, :, 0]
 
 
 torch.manual_seed(SEED)
 qnet = QNet(copy.deepcopy(model.base_model))
 # (s, a, q). The scripts hold out every tenth tree, from the first on, to see how QNet ranks siblings.
-learned = [node for number, root in enumerate(trees.values()) if number % 10 for node in root.subtree()]
-pairs = [(node.parent.state, node.action, node.q) for node in learned if node.parent]
+training_set = [node for number, root in enumerate(trees.values()) if number % 10 for node in root.subtree()]
+pairs = [(node.parent.state, node.action, node.q) for node in training_set if node.parent]
 
 
 def q_loss(batch: list[tuple[State, str, float]]) -> torch.Tensor:
@@ -224,7 +224,9 @@ def episode(task: str, m: int, temperature: float) -> float:
     reward, done, t = 0.0, False, 0
     while not done and t < STEPS:  # line 4
         drawn = draw(state, m, (task, 0, t), temperature)  # lines 5-6
-        candidates = {executable(action): action for action in reversed(drawn)}  # of equal ones the first
+        candidates: dict[str, str] = {}
+        for action in drawn:
+            candidates.setdefault(executable(action), action)  # of equal ones the first
         q = {action: float(qnet(state, action)[-1]) for action in candidates.values()}  # line 7: Q(s, a)
         action = max(q, key=q.__getitem__)  # line 8: argmax_a Q(s, a)
         state, reward, done = step(env, state, action)  # lines 9-10

@@ -21,8 +21,8 @@ def load_agent(sft: Path, config: Sampling, env: TextEnv | None = None) -> Any:
 
 
 def served() -> Any:
-    """The module for a model behind a server. Only a flag with a URL opens it, and no other module
-    of qlass or of a stage looks upwards."""
+    """The module for models behind a server. A flag with a URL alone opens it, by its name: qlass
+    imports nothing from the rooms above."""
     return importlib.import_module("integrations.served")
 
 

@@ -32,7 +32,7 @@ class Candidate:
 
     text: str
     tokens: int  # sampled, the end of the turn included
-    logprob: float  # log pi(a | s) in nats, at the temperature of the request
+    logprob: float  # log pi(a | s) in nats, at the request's temperature (in place of 0 at 1)
     ids: tuple[int, ...] = ()  # of free text, as sampled: tokenizing the text may give others
 
 
@@ -75,7 +75,7 @@ def ask(
     rendering: Rendering,
     temperature: float | None = None,
 ) -> Sample:
-    """Request n actions in the state that `env` is in; temperature None: the rendering's."""
+    """The request for n actions in the state of `env`; temperature None: the rendering's."""
     candidates = env.candidates() if rendering.candidates == "valid" else ()
     if rendering.candidates == "valid" and not candidates:
         raise UserError(

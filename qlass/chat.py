@@ -22,8 +22,8 @@ from qlass.settings import Number, Run
 from qlass.tiny import MARK, Aids, mark
 
 FLAGS = ("temperature", "max_new_tokens")  # of a stage
-# A prompt may go on with thoughts that it closes (<think></think>): thoughts that begin in a prompt
-# stand in no earlier turn.
+# A prompt may end with thoughts that it closes (<think></think>), which then stand before each
+# answer here. Thoughts that it leaves open are refused, as earlier turns lack them.
 CLOSED = re.compile(r"(\s|<(\w+)>.*?</\2>|</\w+>)*", re.DOTALL)
 CACHED = 8192  # messages; of 2,000 letters each they take 200 MB with their tokens
 DAY = datetime.datetime(2024, 7, 26)  # today, to a template that asks; Llama 3's own
@@ -136,7 +136,7 @@ def any_of(texts: Iterable[str]) -> re.Pattern:
 
 class Chat:
     """Messages -> tokens, one list per message: a state's tokens are a prefix of every later
-    state's. Exceptions: Markov environments, and prompts cut to fit the context.
+    state's. Exceptions: Markov renderings, and prompts cut to fit the context.
 
     The model's chat template is read once, as strings around the contents. Eq. (5) trains what the
     assistant writes, with `stop`, which ends the turn. A control token in a message is mere text.
@@ -187,15 +187,15 @@ class Chat:
                 lists.append(self.encode(past, before, content, template.ask))
         return lists
 
-    def action_tokens(self, text: str, task: str, prompt: int = 0) -> list[int]:
+    def action_tokens(self, text: str, task: str, prompt_length: int = 0) -> list[int]:
         """Tokens of an action as the assistant writes it, with the token that ends its turn unless
-        Q is read before it. UserError if they and `prompt` tokens exceed the model's context."""
+        Q is read before it. UserError if they and the prompt exceed the model's context."""
         template = self.template
         text = text.strip()
         if self.rendering.mark_matches:
             text = mark(text, task)
         ids = self.encode(template.ask, template.lead, text, template.stop)
-        if prompt + len(ids) > self.context:
+        if prompt_length + len(ids) > self.context:
             raise UserError(f"an action of {len(ids):,} tokens is beyond the model's context")
         return ids if self.rendering.q_at_end else ids[:-1]
 

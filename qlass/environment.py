@@ -54,8 +54,8 @@ def pick(choices: Mapping[str, Any], name: str, what: str) -> Any:
 class TextEnv(gymnasium.Env):
     """The interface that stages, experiments and tables rely on.
 
-    Each environment writes the methods below the first line. Those below the second one have
-    defaults, so that a class of your own names only the ones that it can serve.
+    Each environment writes the methods of the first section below. All later ones have defaults, so
+    that a class of your own names only those that it can serve.
     """
 
     name = ""  # by default that of its class, in small letters

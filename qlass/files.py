@@ -1,4 +1,7 @@
-"""Files: JSON and JSON lines, written whole or not at all; locks and hashes. No torch here."""
+"""Files: JSON and JSON lines, written whole or not at all; locks, and what stands beside an output.
+
+No torch here.
+"""
 
 import contextlib
 import functools

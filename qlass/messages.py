@@ -34,7 +34,7 @@ class State:
 
     @property
     def observation(self) -> str:
-        """The last one."""
+        """The last one, of a state in which the agent is to act."""
         return self.messages[-1][1]
 
     def extended(self, action: str, observation: str) -> State:
@@ -96,8 +96,8 @@ class Move(NamedTuple):
 def replay(env: TextEnv, task_id: str, recorded: Sequence[str] | None = None) -> Iterator[Move]:
     """Recorded actions in `env`, move by move; the first move is the task's start, of no action.
 
-    They may be more than the limit of steps, which was another one when they were recorded, and
-    end with the episode. Without them the environment's expert plays.
+    The limit of steps is raised for them, as it may have been another one when they were recorded,
+    and they end with the episode. Without them the environment's expert plays.
     """
     limit = env.max_steps
     try:

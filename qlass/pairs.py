@@ -27,7 +27,8 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Families of a tree whose loss is computed at once."""
+    """Pairs of a tree that the backbone reads together: whole families, or single pairs where none
+    are compared."""
 
     families: list[list[Pair]]
     tokens: int  # that the backbone reads of it, without padding
@@ -48,7 +49,7 @@ def states_of(tree: list[dict]) -> list[State]:
 
 
 def pairs_of(tree: list[dict]) -> list[Pair]:
-    """The (s, a, q) of a labelled tree, depth first: a node's action in its parent's state."""
+    """The (s, a, q) of a labelled tree, in its order: a node's action in its parent's state."""
     states = states_of(tree)
     return [Pair(states[node["parent_id"]], node["action"], node["q"]) for node in tree[1:]]
 
@@ -73,8 +74,8 @@ def families(pairs: list[Pair]) -> list[list[Pair]]:
 
 def hold_out_trees(trees: list[list[Pair]]) -> tuple[list[list[Pair]], list[list[Pair]]]:
     """Trees to train on, and every tenth, from the first on, to validate; a single one is both."""
-    learned = [tree for i, tree in enumerate(trees) if i % HELD_OUT]
-    return learned or trees, trees[::HELD_OUT]
+    training_set = [tree for i, tree in enumerate(trees) if i % HELD_OUT]
+    return training_set or trees, trees[::HELD_OUT]
 
 
 def ranking(score: Callable[[list[Score]], list[list[float]]], trees: list[list[Pair]]) -> dict:

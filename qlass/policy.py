@@ -3,7 +3,7 @@
 Everything here reads one sequence at a time. `FastPolicy` (qlass/fast/decode.py) gives the same
 answers at a fraction of the cost; --plain does without it. A random number depends on (seed, the
 request's key, candidate) alone. The key names the task, the branch or trial, and the step. So in
-float32 the same seed gives the same files whatever the batch size; in bf16 a batch of another size
+float32 the same seed gives the same draws whatever the batch size; in bf16 a batch of another size
 rounds in other ways.
 """
 
@@ -68,23 +68,23 @@ class Policy:
         temperature = torch.tensor([float(request.temperature)], device=device)
         logprobs: list[float] = []
 
-        def keyed(read: Tensor, logits: Tensor) -> Tensor:
-            """Leave the token that is drawn by the text's own noise."""
+        def draw_next(read: Tensor, logits: Tensor) -> Tensor:
+            """Leave no token possible but the one that the text's own noise draws."""
             token, logp = self.draw(logits, temperature, noise[len(logprobs), None])
             logprobs.append(float(logp))
             return torch.full_like(logits, -torch.inf).index_fill(1, token, 0.0)
 
         prompt = self.chat.prompt(request.state)
 
-        def ended(read: Tensor, scores: Any) -> Tensor:
+        def at_end(read: Tensor, scores: Any) -> Tensor:
             """True for the row of a batch of one if its turn ends."""
             return torch.tensor([self.chat.ended(read[0, len(prompt) :].tolist())], device=device)
 
         (tokens,) = self.model.generate(
             torch.tensor([prompt], device=device),
             max_new_tokens=limit,
-            logits_processor=[keyed],
-            stopping_criteria=[ended],
+            logits_processor=[draw_next],
+            stopping_criteria=[at_end],
             do_sample=False,
         )
         ids = tokens[len(prompt) :].tolist()
@@ -100,7 +100,8 @@ class Policy:
         """A token for each row of a batch.
 
         logits: (B, V). temperature: (B,); at 0 the likeliest token is taken. noise: (B,), random
-        numbers in [0, 1). Returns tokens (B,) and their log-probabilities (B,) at this temperature.
+        numbers in [0, 1). Returns tokens (B,) and their log-probabilities (B,) at this temperature,
+        in place of 0 at 1.
         """
         greedy = (temperature == 0)[:, None]
         divisor = torch.where(greedy, 1.0, temperature[:, None])

@@ -58,8 +58,9 @@ def sentence(task: str) -> re.Pattern:
 class Aids:
     """Help for a model too small to compare texts and to remember; a rendering switches it on.
 
-    mark_matches: `mark` in all messages but the first. markov: the model reads the last observation
-    alone. compact: no instruction turn; in a page neither the task again nor a page shown before.
+    mark_matches: `mark` in actions, and in all shown messages but the first. markov: the model
+    reads the last observation alone. compact: no instruction turn; a page, but for the first, has
+    neither the task again nor what another one has shown.
     """
 
     def __init__(self, rendering: Any) -> None:
