@@ -317,7 +317,7 @@ def build(
 def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
-    sft = find_agent(config.sft, config)
+    sft = find_agent(config)
     expert: Path | None = None
     by_task: dict[str, Demonstration] = {}
     if config.tasks == "cloned" or not config.no_expert:

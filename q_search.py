@@ -257,7 +257,7 @@ class Search:
         config = self.config
         if config.server and any(method.by == "likelihood" for method in plan):
             raise UserError("--method likeliest: a server does not tell the pi(a | s) of its draws")
-        sft = self.inputs["sft"] = find_agent(config.sft, config)
+        sft = self.inputs["sft"] = find_agent(config)
         settings = config.recipe() | self.env.settings
         outputs.recipe_of(config.path, config, settings, self.inputs)  # before a QNet is made
         if any(method.needs_q for method in plan):

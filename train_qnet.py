@@ -275,7 +275,7 @@ def learn(config: Config, loss_of: Loss = pack_loss) -> None:
     """Train a QNet on labels. loss_of: the sum of a loss over the pairs of some packs, ();
     docs/own_loss.py has another one."""
     labels = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
-    sft = find_agent(config.sft, config)
+    sft = find_agent(config)
     if config.plain and config.rank_weight and files.rank_and_size()[1] > 1:
         raise UserError("--plain with --rank-weight: processes would not keep step: use one")
     device.join(config)

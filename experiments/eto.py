@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     name = config.name or ("eto" if config.pairs == "expert" else "eto-siblings")
     config = dataclasses.replace(config, name=name)
     env = envs.from_config(config)
-    sft = find_agent(config.sft, config)
+    sft = find_agent(config)
     inputs: Inputs = {"sft": sft}
     # The reference of an iteration's failures is the agent that made them: itself, before its updates.
     learner = load(sft, config, env, copied=config.pairs == "siblings")

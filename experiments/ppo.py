@@ -202,7 +202,7 @@ def load_critic(sft: Path, learner: Learner, config: Config) -> QNet:
 def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
-    sft = find_agent(config.sft, config)
+    sft = find_agent(config)
     learner = load(sft, config, env)
     critic = load_critic(sft, learner, config)
     inputs: Inputs = {"sft": sft}

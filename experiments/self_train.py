@@ -185,7 +185,7 @@ def gather(config: Config, env: envs.TextEnv, inputs: Inputs) -> list[dict]:
 def main(argv: list[str] | None = None) -> None:
     config = settings_of(argv)
     env = envs.from_config(config)
-    sft = find_agent(config.sft, config)
+    sft = find_agent(config)
     expert = cloned_lines(sft, env)
     inputs: Inputs = {"sft": sft, "qnet": None, "trees": None}
     lines = gather(config, env, inputs)

@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--rounds 0: a group of one trajectory has nothing to be compared with")
     config = dataclasses.replace(config, name=config.name or ("tree_grpo" if config.rounds else "grpo"))
     env = envs.from_config(config)
-    sft = find_agent(config.sft, config)
+    sft = find_agent(config)
     learner = load(sft, config, env)
 
     def iteration(last: dict) -> dict:

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from qlass import UserError
 from qlass.chat import Rendering
@@ -42,9 +43,10 @@ def checkpoint(name: str | Path) -> Path:
         return Path(fetch(allow_patterns=[*LOADED, *weight_files(folder)]))
 
 
-def find_agent(named: Path | None, config: Run) -> Path:
+def find_agent(config: Any) -> Path:
     """The agent: --sft, a folder or a name on the hub, else RUN/sft. UserError for one of another
     kind than the run's, tiny or pretrained."""
+    named = config.sft
     path = find_or_make(named and checkpoint(named), "sft", "sft", config)
     if named and Rendering.load(path).mark_matches != (config.preset == "tiny"):
         raise other_kind(config, f"--sft {named}")

@@ -150,7 +150,6 @@ def read(path: Path, kind: type[L]) -> Iterator[L]:
     check = TypeAdapter(kind).validate_python
     with as_user_error(path):
         text = path.read_text(encoding="utf-8-sig")
-    with as_user_error(path):
         lines: Any = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
     for number, line in enumerate(lines, 1):
         if line == "":

@@ -73,9 +73,9 @@ def curve(axes: Axes, x: Sequence, estimates: Sequence[Estimate], **look: Any) -
     axes.errorbar(x, mean, ends, **look)
 
 
-def log_axis(axes: Axes, label: str) -> None:
+def log_axis(axes: Axes) -> None:
     """Costs as ratios: so one method that costs fifty times as much doesn't squeeze the others together."""
-    axes.set_xlabel(label)
+    axes.set_xlabel("tokens a task")
     axes.set_xscale("log")
     left, right = axes.get_xlim()
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if right < 100 * left else (1,)))  # or numbers overlap
@@ -105,7 +105,7 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
         label = ", ".join([name, *(group.condition.budget for group in line)]).rstrip(", ")
         costs, rewards = [group.mean("total") for group in line], [group.reward for group in line]
         curve(axes, costs, rewards, label=fill(label, 80), **look)
-    log_axis(axes, "tokens a task")
+    log_axis(axes)
     axes.set_ylabel("mean reward, 95 % interval")
     figure.legend(loc="outside lower center")
     return figure

@@ -28,9 +28,9 @@ TABLE = re.compile(r"(<!-- rows: (?P<name>[\w-]+) -->\n\n)(?:\|.*\n)+")
 COLUMNS = {"tokens": "{:,.0f}", "generated": "{:,.0f}", "env_steps": "{:.1f}", "trainings": "{:.0f}"}
 
 
-def short(number: float, sign: str = "") -> str:
+def short(number: float) -> str:
     """.813 in place of 0.813."""
-    return f"{number:{sign}.3f}".replace("0.", ".", 1)
+    return f"{number:.3f}".replace("0.", ".", 1)
 
 
 @functools.cache

@@ -6,16 +6,14 @@ tells the M or N of its points from left to right.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
 from reporting.figures import COLOURS, GREY, INK, MARKERS, STYLE, WIDTH, curve, log_axis
+from reporting.plans import FOLDER
 from reporting.stats import Estimate
 
-FOLDER = Path(__file__).parents[1] / "runs" / "reference_output"
 ROWS = ["environment", "split", "commit", "agent", "method", "select"]
 FIRST = [GREY, COLOURS["likeliest"], COLOURS["qlass"], COLOURS["best_of_n"]]
 SERIES = [*FIRST, "#cc79a7", "#009e73", "#56b4e9", INK, "#b8a000"]  # of a figure's lines, in the order of figures.csv
@@ -37,7 +35,7 @@ def draw(lines: pd.DataFrame, results: pd.DataFrame) -> Figure:
             rewards = [Estimate(row.reward, row.low, row.high, n=0) for row in points.itertuples()]
             curve(axes, points["tokens"], rewards, **looks[line.label])
         axes.set_title(title)
-        log_axis(axes, "tokens a task")
+        log_axis(axes)
         marks, named = axes.get_legend_handles_labels()
         legend |= zip(named, marks, strict=True)
     figure.axes[0].set_ylabel("mean reward, 95 % interval")

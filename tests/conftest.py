@@ -1,12 +1,14 @@
 """One CPU thread for every test: models are tiny, and the machine may be shared. Fixtures that several stages use."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from fakes import FakeEnv, over, save_agent, tiny_backbone, word_chat
 from hypothesis import settings
 
+import build_trees
 from data import make_alfworld
 from qlass.files import read_jsonl, warn
 from train_qnet import QNet
@@ -55,6 +57,18 @@ def value_net(tmp_path_factory):
     chat = word_chat(candidates="valid", temperature=1.0)
     QNet(tiny_backbone(chat, 3), chat, hidden=16).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def build(agent, fake_world):
+    """Runs build_trees.py with this agent on four new tasks; its lines."""
+
+    def command(*more: str, out: str = "trees.jsonl") -> list[dict]:
+        usual = f"--env frozenlake --run . --preset paper --sft {agent} --out {out} --tasks new --limit 4"
+        build_trees.main(over(usual.split(), more))
+        return read_jsonl(Path(out))
+
+    return command
 
 
 @pytest.fixture

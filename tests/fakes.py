@@ -145,15 +145,10 @@ def path_of(state: State) -> tuple[str, ...]:
     return tuple(parse_action(content) for role, content in state.messages[2:] if role == "assistant")
 
 
-def behind(request: Score) -> list:
-    """What lies behind each action of the world."""
-    node = functools.reduce(dict.get, path_of(request.state), WORLD)
-    return [node[parse_action(action)] for action in request.actions]
-
-
 def true_q(request: Score) -> list[float]:
     """The best purse behind each action: what a perfect QNet says (gamma = 1)."""
-    return [best(node) for node in behind(request)]
+    node = functools.reduce(dict.get, path_of(request.state), WORLD)
+    return [best(node[parse_action(action)]) for action in request.actions]
 
 
 def say(*actions: str) -> list[Candidate]:
@@ -315,6 +310,10 @@ def tiny_lm(chat: Chat, seed: int = 0, **options: Any) -> Any:
            "eos_token_id": 1} | options,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
+
+
+def gradients(model: Any, loss: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.autograd.grad(loss, [*model.parameters()])
 
 
 def tiny_backbone(chat: Chat, seed: int = 0) -> Any:

@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, dump, explore, over, path_of, run, say
+from fakes import WORLD, FakeEnv, Script, dump, explore, path_of, run, say
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import build_trees
 from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS, Explorer
 from qlass.chat import Rendering
 from qlass.demonstrations import Demonstration
-from qlass.files import meta_of, read_jsonl
+from qlass.files import meta_of
 from qlass.messages import State, parse_action, replay
 from qlass.trees import tree_records
 
@@ -194,16 +193,6 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
 
 
 # ---------------------------------------------------------------------------------------------------------- the file
-
-
-@pytest.fixture
-def build(agent, fake_world):
-    def command(*more: str, out: str = "trees.jsonl") -> list[dict]:
-        usual = f"--env frozenlake --run . --preset paper --sft {agent} --out {out} --tasks new --limit 4"
-        build_trees.main(over(usual.split(), more))
-        return read_jsonl(Path(out))
-
-    return command
 
 
 def tasks_of(nodes: list[dict]) -> list[str]:

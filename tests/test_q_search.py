@@ -49,10 +49,6 @@ def onward(q: float):
     return lambda request: [q if parse_action(action) == "right" else 0.0 for action in request.actions]
 
 
-def longest(request: Score) -> list[float]:
-    return [float(len(request.state.messages))]
-
-
 @pytest.mark.parametrize(
     ("method", "script", "q", "way", "reward"),
     [
@@ -64,7 +60,6 @@ def longest(request: Score) -> list[float]:
         (Method("sample"), Script({}, "jump"), never, "jump jump jump jump jump", 0.0),  # it means nothing
         (Method("best_of_n", N=3, select="oracle"), THREE, never, "right left", 0.4),
         (Method("best_of_n", N=3, select="q"), THREE, true_q, "right left", 0.4),
-        (Method("best_of_n", N=3, select="q"), THREE, longest, "right right left", 0.0),  # no reward is looked at
     ],
 )
 def test_who_goes_where(method, script, q, way, reward):

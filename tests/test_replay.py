@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from fakes import FakeEnv, dump, over
+from fakes import FakeEnv, dump
 
 import build_trees
 import q_search
@@ -18,15 +18,6 @@ from qlass.messages import State, replay
 
 stage = q_search
 RULE = "in place of .*: what follows on restore, or in a fork, must be the same \\(docs/environment.md\\)"
-
-
-@pytest.fixture
-def build(agent, fake_world):
-    def command(*more: str) -> None:
-        argv = ["--env", "frozenlake", "--run", ".", "--preset", "paper", "--sft", str(agent)]
-        build_trees.main(over([*argv, "--tasks", "new", "--limit", "4"], more))
-
-    return command
 
 
 FAULTS = {  # what an answer turns into, and what is said of it

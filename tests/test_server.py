@@ -379,10 +379,6 @@ def test_a_search_by_a_served_qnet_is_the_local_one(fake, qnet, sft, fake_world,
         search(f"{fake.address}#{qnet}", "other.jsonl")
 
 
-def test_a_name_behind_the_url_is_the_model(fake):
-    assert Server(f"{fake.address}#second").model == "second"
-
-
 HTTPS = "https://x.org/v1#m"
 
 

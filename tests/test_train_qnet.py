@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, dump, labelled_tree, settings_of, tiny_backbone, word_chat
+from fakes import FakeEnv, dump, gradients, labelled_tree, settings_of, tiny_backbone, word_chat
 
 import train_qnet
 from docs import own_loss
@@ -30,10 +30,6 @@ def qnet(chat: Chat | None = None, **options) -> QNet:
 
 def q(net: QNet, pair: Pair) -> float:
     return net.score([Score(pair.state, (pair.action,))])[0][0]
-
-
-def gradients(net: QNet, loss: torch.Tensor) -> list[torch.Tensor]:
-    return torch.autograd.grad(loss, list(net.parameters()))
 
 
 def test_pairs_have_their_trees_task():
@@ -178,7 +174,6 @@ def test_a_loss_of_ones_own_trains_by_its_own_command(train):
     train(train_qnet)
     train(own_loss, "--delta", "0.1", "--out", "qnet-huber")
     assert Path("qnet/head.safetensors").read_bytes() != Path("qnet-huber/head.safetensors").read_bytes()
-    assert meta_of(Path("qnet-huber"))["recipe"]["delta"] == 0.1
 
 
 def test_the_command_says_what_it_has_trained_and_shows_how_far_packing_is(train, capsys):

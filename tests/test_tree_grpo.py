@@ -12,6 +12,7 @@ from fakes import (
     FakeEnv,
     Script,
     dump,
+    gradients,
     log_pi,
     path_of,
     run,
@@ -147,10 +148,6 @@ def world(request):
         for i, t in enumerate(group):
             groups[-1].append(dataclasses.replace(t, reward=t.reward + 0.1 * (i % 3)))
     return chat, model, old, reference, groups
-
-
-def gradients(model, loss):
-    return torch.autograd.grad(loss, [*model.parameters()])
 
 
 @pytest.mark.parametrize("room", [5, 2048])

@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     references = config.references or ("exact" if config.env in EXACT else "policy",)
     env = envs.from_config(config)
-    config = dataclasses.replace(config, sft=find_agent(config.sft, config))
+    config = dataclasses.replace(config, sft=find_agent(config))
     context = Context(config, config.judge)
     scorers = entries(context, config.scorers and ("random", *config.scorers))
     backends: Backends = {Call: answer, Sample: context.agent.sample, LogProb: context.agent.likelihoods}
