@@ -46,7 +46,7 @@ of_rank=(--label "$agent, QNet with rank weight")
 for seed; do  # what is planned
     shop $name "$seed"
     clone "${epochs[@]}"
-    stage build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}"
+    by_processes build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}"
     stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}"
     compare --method greedy sample likeliest -M 6 --label "$agent" "${play[@]}" --out "$RUN/results-agent.jsonl"
     if [ $mode = three-epochs ]; then

@@ -87,7 +87,7 @@ stage() {
 by_processes() {  # as `stage`: trees or results, whose tasks PROCESSES of one thread each share
     local n=${PROCESSES:-1} i others=() words
     own_over_usual "$@" && set -- "${words[@]}"
-    [ "$n" != 1 ] || { stage "$@" && return; }
+    if [ "$n" = 1 ]; then stage "$@"; return; fi  # behind && its failure would not end the script
     mkdir -p "$RUN"
     for ((i = 1; i < n; i++)); do
         RANK=$i WORLD_SIZE=$n OMP_NUM_THREADS=1 "$PYTHON" "$@" > "$RUN/process-$i.log" 2>&1 &

@@ -21,7 +21,7 @@ games() {  # SEED
 for seed; do
     games "$seed"
     clone
-    stage build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}"
+    by_processes build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}"
     stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}"
     searches=(greedy likeliest untried_likeliest oracle_step)
     compare --method "${searches[@]}" -M 4 --label cloned --out "$RUN/results-agent.jsonl"

@@ -42,8 +42,9 @@ judges() {  # NAME M... -- JUDGE...: search by each; lines in RUN/results-NAME.j
     shift
     while [ "$1" != -- ]; do sizes+=("$1") && shift; done
     mkdir -p "$RUN"
-    on_test_tasks -m experiments.judges --label "$agent" --judge "${@:2}" -M "${sizes[@]}" \
-        --out "$RUN/results-$file.jsonl" | tee "$RUN/$file.md"
+    set -- -m experiments.judges --label "$agent" --judge "${@:2}" -M "${sizes[@]}" --out "$RUN/results-$file.jsonl"
+    [ "${PROCESSES:-1}" = 1 ] || on_test_tasks "$@"  # the table needs the lines of all
+    PROCESSES=1 on_test_tasks "$@" > >(tee "$RUN/$file.md")  # behind a pipe a failure would leave processes
 }
 qnet_of() {  # NAME TARGET: RUN/qnet-NAME with rank weight, on another target than Q
     other_labels "$2"
@@ -51,7 +52,7 @@ qnet_of() {  # NAME TARGET: RUN/qnet-NAME with rank weight, on another target th
 }
 grow() {  # [NAME FLAG...]: trees and their labels, RUN/trees-NAME.jsonl and RUN/q_labels-NAME.jsonl
     local to=${1:+-$1}
-    stage build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}" "${@:2}" --out "$RUN/trees$to.jsonl"
+    by_processes build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}" "${@:2}" --out "$RUN/trees$to.jsonl"
     stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}" --trees "$RUN/trees$to.jsonl" --out "$RUN/q_labels$to.jsonl"
 }
 best_of() {  # N

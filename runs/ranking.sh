@@ -20,7 +20,7 @@ esac
 same=("${common[@]:4}") runs=()  # without --env and --seed
 [ -z "$HALF" ] || { demonstrations=(--n-expert 50) sft=(--epochs 25) && trees+=(--no-expert); }
 for ((seed = 21; seed < 21 + SEEDS; seed++)); do
-    RUN=runs/ranking-$ENV${HALF:+-half}-$seed
+    RUN=${IN:-runs}/ranking-$ENV${HALF:+-half}-$seed
     common=(--env "$ENV" --seed "$seed" "${same[@]}")
     [ -z "$world" ] || common+=(--env-option "seed=$seed")
     clone

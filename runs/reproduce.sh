@@ -29,7 +29,7 @@ case $name in
         flags=(--env-option "data=${WEBSHOP:-data/webshop}" --env-option per_product=16)
         # Warm trees, since the agent's own draws hardly differ.
         demonstrations=(--n-expert 400) sft=(--epochs 16) trees=(--tasks new --limit 700 --rollouts 5 --temperature 2)
-        qnet=(--patience 2 --rank-weight 0) ;;
+        qnet=(--patience 2 --rank-weight 0 "${qnet[@]}") ;;
 esac
 [ "$ENV" != frozenlake ] || [ -z "$MAP" ] || flags=(--env-option "map=$MAP")
 

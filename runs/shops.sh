@@ -24,14 +24,14 @@ with_agent() {  # METHOD WORDS: another agent of the same data
 }
 without_expert() {  # trees in which no branch is a demonstration
     local trees_own=$RUN/trees-own.jsonl labels_own=$RUN/q_labels-own.jsonl
-    stage build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}" --no-expert --out "$trees_own"
+    by_processes build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}" --no-expert --out "$trees_own"
     stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}" --trees "$trees_own" --out "$labels_own"
     with_qnet own "with rank weight, trees without the expert" --labels "$labels_own"
 }
 for seed; do
     shop shop "$seed"
     clone
-    stage build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}"
+    by_processes build_trees.py "${common[@]}" --run "$RUN" "${trees[@]}"
     stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}"
     compare --method greedy sample likeliest -M 2 4 6 --label cloned --out "$RUN/results-agent.jsonl"
     with_qnet rank "with rank weight"

@@ -23,6 +23,7 @@ common=(--env "$ENV" --seed "$SEED" "$@") play=(--limit 30)
 precision=(${PRECISION:+--precision "$PRECISION"})
 sft=(--model "$MODEL" --lr 2e-4 --batch 4 --micro-tokens 2048 "${precision[@]}")
 # A head from scratch wants many updates, so few pairs in each; LoRA lets the backbone follow at the same rate.
+own=("${qnet[@]}")
 qnet=(--lora 16 --lr 5e-4 --batch 16 --max-tokens 1536 --micro-tokens 2048 --epochs 1 "${precision[@]}")
 case $ENV in
     alfworld) play+=(--max-steps 20) labels=(--gamma 0.98)
@@ -37,7 +38,7 @@ case $ENV in
         qnet=(--lora 16 --lr 2e-4 --head-lr 1e-3 --batch 16 --loss-on last --rank-weight 4 --epochs 1
               --max-tokens 1024 --micro-tokens 1024 "${precision[@]}") ;;
 esac
-trees+=(--tasks new "${precision[@]}") tasks=("${play[@]}" "${precision[@]}")
+trees+=(--tasks new "${precision[@]}") tasks=("${play[@]}" "${precision[@]}") qnet+=("${own[@]}")
 stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}"
 learn_q "$RUN" "$RUN/sft"
 if [ "$ENV" = frozenlake ]; then

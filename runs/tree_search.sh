@@ -16,13 +16,13 @@ of_hundred
 c=1 k=4 tau=0.1 stop=0.9
 case $ENV in
     webshop)
-        c=0.3 tasks+=(--limit 100) trees+=(--limit 300) qnet=(--epochs 2 --patience 2 --rank-weight 0) ;;
-    alfworld) tasks=(--limit 100) trees=(--limit 120) qnet=(--epochs 2 --patience 2) ;;
+        c=0.3 tasks+=(--limit 100) trees+=(--limit 300) qnet=(--epochs 2 --patience 2 --rank-weight 0 "${qnet[@]}") ;;
+    alfworld) tasks=(--limit 100) trees=(--limit 120) qnet=(--epochs 2 --patience 2 "${qnet[@]}") ;;
     frozenlake)
-        tau=0.03 trees=(--rollouts 100) qnet=(--batch 1000 --epochs 15 --patience 15) ;;
+        tau=0.03 trees=(--rollouts 100) qnet=(--batch 1000 --epochs 15 --patience 15 "${qnet[@]}") ;;
 esac
 walk() {  # MODULE FLAG...
-    stage -m "experiments.$1" "${common[@]}" --run "$RUN" "${tasks[@]}" "${@:2}"
+    by_processes -m "experiments.$1" "${common[@]}" --run "$RUN" "${tasks[@]}" "${@:2}"
 }
 
 runs=()

@@ -75,7 +75,8 @@ def called(tmp_path_factory):
     for name in COMMANDS.split():  # nothing else can be started, so nothing is installed, fetched or trained
         if path := shutil.which(name):
             (bin_ / name).symlink_to(path)
-    note = """{ printf '%s\\037' "$@"; echo; } >> "$LOG"\n"""  # a unit separator behind each argument
+    # A unit separator behind each argument.
+    note = """{ printf '%s\\037' "$@"; echo; } >> "$LOG"\n[ "$1" != "$FAILS" ]\n"""
     for name, text in {"python": note, "torchrun": "shift 3\n" + note, "cp": ""}.items():
         (bin_ / name).write_text(f"#!/bin/sh\n{text}")
         (bin_ / name).chmod(0o755)
@@ -122,6 +123,13 @@ def parsed(*command):
     if read.stage == "sft" and not read.file.exists():
         settings.write_settings(read)
     return read
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_stage_that_fails_is_the_last_one(called, processes):
+    done, commands = called("cloned.sh", "161", PROCESSES=processes, FAILS="build_trees.py")
+    assert done.returncode == 1
+    assert [name for name, *_ in commands] == ["sft.py", *["build_trees.py"] * int(processes)]
 
 
 @pytest.mark.parametrize(("script", "arguments"), CALLS)
