@@ -275,7 +275,8 @@ def clone(
     path = config.expert or demonstrations.collect(env, config, config.n_expert)
     device.wait()
     expert = demonstrations.read(path, env, config.n_expert)
-    training = Training(config.path, config, env.settings, {"expert": path, "model": start})
+    settings = env.settings | {"loss": loss_of.__name__}
+    training = Training(config.path, config, settings, {"expert": path, "model": start})
     if training.complete:
         return
     if config.expert:

@@ -279,7 +279,8 @@ def learn(config: Config, loss_of: Loss = pack_loss) -> None:
     if config.plain and config.rank_weight and files.rank_and_size()[1] > 1:
         raise UserError("--plain with --rank-weight: processes would not keep step: use one")
     device.join(config)
-    training = Training(config.path, config, {}, {"labels": labels, "sft": sft})
+    settings = {"loss": loss_of.__name__}
+    training = Training(config.path, config, settings, {"labels": labels, "sft": sft})
     if training.complete:
         return
     qnet = new_qnet(sft, config)

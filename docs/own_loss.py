@@ -22,7 +22,7 @@ class Config(train_qnet.Config):
     delta: Number = 0.2  # errors beyond it count linearly; in the recipe, as every setting is
 
 
-def loss_of(qnet: QNet, packs: Sequence[Pack], config: Config) -> torch.Tensor:
+def huber(qnet: QNet, packs: Sequence[Pack], config: Config) -> torch.Tensor:
     """The sum over all pairs of the packs, of the mean over a pair's tokens that carry the loss, ()."""
     pairs = list(chain(*(family for pack in packs for family in pack.families)))
     if config.plain:  # V of all tokens of (s, a), pair by pair
@@ -37,7 +37,7 @@ def loss_of(qnet: QNet, packs: Sequence[Pack], config: Config) -> torch.Tensor:
 
 
 def main(argv: list[str] | None = None) -> None:
-    train_qnet.learn(read_settings(Config, __doc__, argv), loss_of)
+    train_qnet.learn(read_settings(Config, __doc__, argv), huber)
 
 
 if __name__ == "__main__":

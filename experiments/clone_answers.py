@@ -64,7 +64,7 @@ def examples_of(chat: Chat, expert: list[Demonstration], max_tokens: int) -> Ite
             yield example_of(chat, state.prefix(n), max_tokens, answer)
 
 
-def loss_of(model: Any, examples: list[Example]) -> torch.Tensor:
+def loss_of_answers(model: Any, examples: list[Example]) -> torch.Tensor:
     """-sum log pi(x | what stands before it) over the tokens x that are predicted; ()."""
     ids = pad_sequence([torch.tensor(example.ids) for example in examples], batch_first=True)  # (B, T)
     targets = [(row, *target) for row, example in enumerate(examples) for target in example.predictions]
@@ -76,7 +76,7 @@ def loss_of(model: Any, examples: list[Example]) -> torch.Tensor:
 
 
 def main(argv: list[str] | None = None) -> None:
-    sft.clone(read_settings(Config, __doc__, argv), examples_of, loss_of)
+    sft.clone(read_settings(Config, __doc__, argv), examples_of, loss_of_answers)
 
 
 if __name__ == "__main__":

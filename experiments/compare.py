@@ -29,6 +29,7 @@ from q_search import Episode, Method, Step, methods_of
 from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering
+from qlass.files import meta_of
 from qlass.messages import State, parse_action, react, start, step
 from qlass.results import describe
 from qlass.settings import read_settings, run_stage, workload
@@ -218,6 +219,10 @@ def settings_of(argv: list[str] | None) -> Config:
 
 def main(argv: list[str] | None = None) -> None:
     config = settings_of(argv)
+    old = {} if config.overwrite else meta_of(config.path)["recipe"]  # q_search.py's lacks these settings
+    for name in ("distinct", "paraphrase_server"):
+        if old and (old.get(name) or None) != (getattr(config, name) or None):
+            raise UserError(f"{config.path}: has lines of another {name}, of like names: another --out keeps both")
     search = q_search.Search(config)
     plan = plan_of(search.env, config)
     if not all(isinstance(method, Player) for method in plan):

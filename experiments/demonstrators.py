@@ -60,9 +60,12 @@ def lines_of(env: TextEnv, config: Config) -> Iterator[dict]:
     if config.kind == "noisy":
         if config.episodes is None:
             raise UserError("--kind noisy: --episodes names results of q_search.py --split train --method sample")
-        played = {line["task_id"]: line for line in read_jsonl(config.episodes)}
-        for task_id in filter(played.__contains__, tasks):
-            yield demonstrate(env, task_id, [step["action"] for step in played[task_id]["steps"]])
+        episodes = [line for line in read_jsonl(config.episodes) if line["task_id"] in tasks]
+        if not episodes or len(episodes) > len({line["task_id"] for line in episodes}):
+            expected = f"an episode of each of the first {len(tasks)} training tasks is expected"
+            raise UserError(f"{config.episodes}: {expected}, by one method")
+        played = {line["task_id"]: [step["action"] for step in line["steps"]] for line in episodes}
+        yield from (demonstrate(env, task_id, played[task_id]) for task_id in tasks if task_id in played)
         return
     env.expert = lambda task_id: demonstrator(env, task_id, config)
     yield from (demonstrate(env, task_id) for task_id in tasks)

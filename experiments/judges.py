@@ -155,7 +155,8 @@ def load_scorer(name: str, search: q_search.Search) -> Judge:
         context.agent = search.backends[Sample].__self__
     search.backends[LogProb] = context.agent.likelihoods
     search.inputs |= {need: context.inputs[need] for need in entry.needs if need not in search.inputs}
-    return Judge("judge", player=name, rank=partial(by_scorer, entry, context), looks=entry.looks)
+    reads = not {"sft", "qnet"}.isdisjoint(entry.needs)
+    return Judge("judge", player=name, rank=partial(by_scorer, entry, context), reads=reads, looks=entry.looks)
 
 
 def minus(model: Callable, other: Callable | None = None) -> Callable:

@@ -191,13 +191,10 @@ def learn(
 
     with lock(folder):
         meta = outputs.begin(folder, config, config.recipe() | env.settings, inputs)
-        if config.overwrite:
-            files.remove(state)
-            files.remove(log)
         mark = meta.get("fingerprint")  # of the best agent so far
-        if state.exists():
+        if state.exists() and not config.overwrite:
             lines = learner.resume(state)
-        elif log.exists():  # else the agent as it comes would replace the best one
+        elif log.exists() and not config.overwrite:  # else the agent as it comes would replace the best one
             raise UserError(f"{state}: is missing, so {config.name} can't go on: --overwrite starts again")
         if len(lines) > 1 and lines[-2][unit] >= config.budget:  # its best agent may have cost more
             raise UserError(f"{folder}: {lines[-1][unit]:,} {unit} are spent: raise --budget, or give another --name")
@@ -208,6 +205,9 @@ def learn(
                 line["val"] = round(learner.validation(env, tasks), 6)
                 print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {line['val']:.3f}", flush=True)
                 if best() is line:
+                    if len(lines) == 1:  # with --overwrite the old ones stay until here
+                        files.remove(state)
+                        files.remove(log)
                     learner.save(folder, config)
                     mark = Policy(learner.model, learner.chat).fingerprint()
                 figures = {"best": best(), "last": line, "passes": passes, "budget": config.budget} | provenance

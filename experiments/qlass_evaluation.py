@@ -56,11 +56,12 @@ def figures(paths: list[Path]) -> Iterator[str]:
     yield f"| success [95 %] | games | first | at least two of {len(paths)} | any of {len(paths)} (oracle) |"
     yield "|---|---|---|---|---|"
     for method, rows in lines.groupby("method", sort=False):
-        won = rows.pivot(index="task_id", columns="file", values="success").dropna().astype(float)
+        won = rows.pivot(index="task_id", columns="file", values="success")[list(map(str, paths))]
+        won = won.dropna().astype(float)
         times = won.sum(axis=1)
         shares = [won.iloc[:, 0], times >= 2, times >= 1]
         cells = [format(interval(share.astype(float).to_frame(0).stack(), blocks, rewards=True)) for share in shares]
-        yield f"| {METHODS[method]} | {len(won)} | {' | '.join(cells)} |"
+        yield f"| {METHODS.get(method, method)} | {len(won)} | {' | '.join(cells)} |"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tyro.conf import arg
 
 import envs
 from q_search import Method, episode
-from qlass import UserError, demonstrations, outputs
+from qlass import UserError, demonstrations, files, outputs
 from qlass.agent import load_agent
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
@@ -185,6 +185,8 @@ def gather(config: Config, env: envs.TextEnv, inputs: Inputs) -> list[dict]:
 def main(argv: list[str] | None = None) -> None:
     config = settings_of(argv)
     env = envs.from_config(config)
+    if files.rank_and_size()[1] > 1:
+        raise UserError("self-training is for one process")
     sft = find_agent(config)
     expert = cloned_lines(sft, env)
     inputs: Inputs = {"sft": sft, "qnet": None, "trees": None}

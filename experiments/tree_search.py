@@ -26,6 +26,7 @@ from tyro.conf import Suppress, arg
 
 import envs
 import q_search
+from environments.replay import recognise
 from experiments import Call, answer
 from experiments.compare import Variant
 from q_search import Method, Step, distinct_actions
@@ -112,12 +113,14 @@ class Search:
 
     def step(self, node: Node, child: Node) -> Node:
         """Step a child of the node that the environment is in. Returns it, arrived."""
+        is_valid = recognise(self.env, child.action)
         child.state, reward, child.done = step(self.env, node.state, child.action)
         self.env_steps += 1
         candidates = [other.action for other in node.children]
         values = [other.value for other in node.children]
         arrival = child.state.observation
-        child.path = *node.path, Step(node.state, node.drawn, candidates, values, child.action, arrival, reward)
+        taken = Step(node.state, node.drawn, candidates, values, child.action, arrival, reward, is_valid)
+        child.path = *node.path, taken
         return self.arrive(child, node.request.key[1])
 
     def come_to(self, node: Node, copy: bool = True) -> None:

@@ -72,3 +72,7 @@ def test_episodes_of_an_agent(demonstrate, tmp_path):
     assert demonstrate("--kind", "noisy", "--episodes", "results.jsonl") == shown
     with pytest.raises(UserError, match="--kind noisy: --episodes names results"):
         demonstrate("--kind", "noisy")
+    for lines in (played * 2, [played[0] | {"task_id": "of test"}]):
+        (tmp_path / "results.jsonl").write_text(dump(lines))
+        with pytest.raises(UserError, match="an episode of each of the first"):
+            demonstrate("--kind", "noisy", "--episodes", "results.jsonl")

@@ -117,6 +117,10 @@ def test_a_stop_while_the_first_state_is_written_loses_nothing(train, tmp_path, 
         train(tree_grpo, "again", 50)
     train(tree_grpo, "again", 50)
     assert contents(tmp_path / "again") == contents(tmp_path / "one")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Learner, "validation", Mock(side_effect=KeyboardInterrupt))
+        train(tree_grpo, "again", 50, "--overwrite", "--seed", "1")
+    assert contents(tmp_path / "again") == contents(tmp_path / "one")  # until there are new ones
 
 
 def test_an_agent_learns_without_dropout(tmp_path):

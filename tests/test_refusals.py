@@ -17,6 +17,7 @@ from qlass.settings import run_stage
 PAGE = Path(__file__).with_name("refusals.md").read_text(encoding="utf-8")
 CASES = dict(re.findall(r"^# (.*)\n((?:[^#`\n].*\n)+)", PAGE, re.M))  # a title, and its commands with what they say
 EDIT = 'set -e; edit() { text=$(<"$1"); [[ $text == *"$2"* ]]; text=${text/"$2"/$3}; printf "%s\n" "$text" > "$1"; }; '
+QVAL = "experiments.qval.__main__"
 OUTPUTS = {"model.safetensors", "head.safetensors", "trees.jsonl", "q_labels.jsonl", "results.jsonl"}
 
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start"), ("assistant", "Action: left")))
@@ -52,7 +53,7 @@ def play(command: str, patch: pytest.MonkeyPatch) -> tuple[int, str]:
     said, code = [], 0
     patch.setattr("tqdm.tqdm.write", lambda text, file: said.append(text + "\n"))
     warn.cache_clear()
-    module = importlib.import_module({"reporting": "reporting.__main__"}.get(name, name))
+    module = importlib.import_module({"reporting": "reporting.__main__", "experiments.qval": QVAL}.get(name, name))
     try:
         run_stage(lambda: module.main(shlex.split(flags or "")))
     except SystemExit as stop:

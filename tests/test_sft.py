@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -139,7 +140,7 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
     for name, meta in metadata.items():
         write_json(tmp_path / f"{name}.meta.json", meta)
     found = {name: demonstrations_of(tmp_path / name) for name in metadata}
-    expert = tmp_path / "expert.jsonl"
+    expert = Path("expert.jsonl")
     assert found == dict.fromkeys(("sft", "eto", "grpo"), (expert, None)) | {"few": (expert, 3)}
 
 
@@ -260,4 +261,4 @@ def test_the_loss_with_answers_by_hand():
     rows = [(0, 1), (1, 0)], [(2, 1)]  # each row has its own targets
     examples = [clone_answers.Example([0, 1, 0, 1], predictions) for predictions in rows]
     by_hand = math.log(2) - math.log(3 / 4) + math.log(1 + math.exp(-5))
-    assert clone_answers.loss_of(ByHand(), examples).item() == pytest.approx(by_hand)
+    assert clone_answers.loss_of_answers(ByHand(), examples).item() == pytest.approx(by_hand)

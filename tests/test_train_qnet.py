@@ -57,14 +57,14 @@ def test_a_loss_of_ones_own_by_hand():
     for pair in TREE:
         errors = (net.values(pair.state, pair.action) - pair.q).abs()
         by_hand += torch.where(errors < 0.1, errors.square() / 2, 0.1 * (errors - 0.05)).mean().item()
-    loss = own_loss.loss_of(net, train_qnet.packs_of(net.chat, TREE, config), config)
+    loss = own_loss.huber(net, train_qnet.packs_of(net.chat, TREE, config), config)
     assert loss.item() == pytest.approx(by_hand, rel=1e-5)
 
 
 @pytest.mark.parametrize("rank_weight", [0, 4])
 @pytest.mark.parametrize("max_tokens", [10_000, 45, 1])  # one tree, several packs, a pair or family each
 @pytest.mark.parametrize("loss_on", ["all", "last"])
-@pytest.mark.parametrize(("stage", "loss_of"), [(train_qnet, train_qnet.pack_loss), (own_loss, own_loss.loss_of)])
+@pytest.mark.parametrize(("stage", "loss_of"), [(train_qnet, train_qnet.pack_loss), (own_loss, own_loss.huber)])
 def test_packs_have_the_loss_and_gradients_of_the_pairs_one_by_one(
     stage, loss_of, loss_on, max_tokens, rank_weight, monkeypatch
 ):

@@ -66,6 +66,12 @@ def test_one_expansion_a_step_is_qlass(name, settings, q):
     assert record | expected == record
 
 
+def test_actions_that_mean_nothing_are_counted(monkeypatch):
+    monkeypatch.setattr(FakeEnv, "knows", lambda env, action: action == "left")
+    record, path, *_ = play("lookahead", q=written({(): (0.1, 0.9), ("right",): (0.9, 0.1)}), gamma=0.9)
+    assert record["unknown_actions"] == path.count("right") > 0
+
+
 def test_enough_simulations_find_the_best_leaf():
     assert play("mcts", q=short_sighted, S=60, c=2.0, gamma=0.95)[1] == ("right", "right", "right")
 

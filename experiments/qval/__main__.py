@@ -28,7 +28,7 @@ from experiments.qval import judges as judges  # whose scores join the others
 from experiments.qval import metrics, report
 from experiments.qval.points import EXACT, Point, distinct, labelled, trajectory
 from experiments.qval.scorers import Context, Judge, entries, scored
-from qlass import files, outputs
+from qlass import UserError, files, outputs
 from qlass.agent import set_first_messages
 from qlass.batching import Backends, LogProb, Sample, drive
 from qlass.chat import FLAGS, Rendering
@@ -103,6 +103,9 @@ def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     references = config.references or ("exact" if config.env in EXACT else "policy",)
     env = envs.from_config(config)
+    if files.rank_and_size()[1] > 1:
+        raise UserError("a study is for one process")
+    rewards = report.rewards_of(config.results, env.name) if config.results else None
     config = dataclasses.replace(config, sft=find_agent(config))
     context = Context(config, config.judge)
     scorers = entries(context, config.scorers and ("random", *config.scorers))
@@ -128,7 +131,6 @@ def main(argv: list[str] | None = None) -> None:
         scores[name] = metrics.series([record["values"] for record in records], index)
         answers, unread = (sum(record.get(count, 0) for record in records) for count in ("answers", "unread"))
         about[name] = {"family": entry.family, "unread": f"{unread:,} of {answers:,}" if unread else "–"}
-    rewards = report.rewards_of(config.results, env.name) if config.results else None
     table = pd.DataFrame.from_dict(about, orient="index")
     text, rows = report.report(scores, table, returns, rewards)
     (study.folder / "report.md").write_text(text, encoding="utf-8")

@@ -61,13 +61,14 @@ def cell(value: object) -> str:
 
 
 def rewards_of(path: Path, env: str) -> pd.Series:
-    """The mean reward of each judge in a results file of experiments.judges, on tasks that all have played. ValueError
-    if one plays a task twice: one M, split and label a file is expected."""
+    """The mean reward of each judge in a results file of experiments.judges, on tasks that all have played."""
     lines = [record for _, record in lines_of(path) if (record["method"], record["env"]) == ("judge", env)]
     if not lines:
         raise UserError(f"{path}: nothing of experiments.judges in {env}")
-    table = pd.DataFrame.from_records(lines).pivot(index="task_id", columns="player", values="reward")
-    return table.dropna().mean()
+    table = pd.DataFrame.from_records(lines)
+    if table.duplicated(["task_id", "player"]).any():
+        raise UserError(f"{path}: a judge plays a task twice: a file of one -M, --split and --label is expected")
+    return table.pivot(index="task_id", columns="player", values="reward").dropna().mean()
 
 
 def downstream(played: pd.DataFrame) -> str:

@@ -32,7 +32,7 @@ from qlass.messages import State, parse_action, react, step
 from qlass.noise import uniforms
 from qlass.pairs import pairs_of
 from qlass.policy import Policy
-from qlass.settings import Sampling
+from qlass.settings import Sampling, workload
 from qlass.tiny import task_words
 from qlass.trees import read_trees
 from train_qnet import QNet, scorer
@@ -46,7 +46,7 @@ class Judge(Sampling):
     """The language model that judges."""
 
     judge: str | None = None  # chat server URL#MODEL, or a checkpoint: its scores too
-    judge_tokens: int = 1024  # of a reply
+    judge_tokens: int = workload(1024)  # of a reply; scores that are there stay
 
 
 @dataclasses.dataclass(frozen=True)
