@@ -3,10 +3,10 @@
     python docs/whole.py    # a quarter of a minute on one core
 
 Equations 5, 7, 9, 10 and 11, Algorithms 2 and 3, and Algorithm 4 with N = 1 are written out. Imported are the
-environment and the player of its steps, a tiny Llama with its tokenizer, the rendering of a state as tokens, pi(a |
-s), which samples among the valid actions, and the order and rate of updates. The five scripts do the same with resume,
-batches and any model. A test holds this page to them: the same trees, Q-values and rewards. `make check` trains QNet
-for 40 epochs on this lake, in place of two: QLASS earns 0.750 there and 0.500 here.
+environment and the player of its steps, a tiny Llama with its tokenizer, the rendering of a state as tokens,
+pi(a | s), which samples among the valid actions, and the order and rate of updates. The five scripts do the same with
+resume, batches and any model. A test holds this page to them: the same trees, Q-values and rewards. `make check`
+trains QNet for 40 epochs on this lake, in place of two: QLASS earns 0.750 there and 0.500 here.
 """
 
 import copy
