@@ -141,7 +141,7 @@ halves() {
     another_qnet all --loss-on all --rank-weight 0
     qnet_of imitation imitation
     demonstrators --best 400 --out "$RUN/$kind-best.jsonl"
-    clone --expert "$RUN/$kind-best.jsonl" --epochs $((epochs * 5 / 2)) --out "$RUN/sft-best"
+    clone --expert "$RUN/$kind-best.jsonl" --epochs $(((epochs * 5 + 1) / 2)) --out "$RUN/sft-best"
     again=(--epochs "$epochs")
     clone_again tree --method tree
     variant agent "$agent" --method greedy sample
