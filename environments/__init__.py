@@ -137,7 +137,7 @@ def from_config(config: Run) -> TextEnv:
     """The environment of --env and --env-option.
 
     Its `settings` are its part of a recipe, in which a file counts by its content, not by its
-    place. A class of your own is checked as a run begins.
+    place. A class of your own is checked until the run has an output's metadata.
     """
     kind, folder = environment_class(config.env), Path.cwd()
     options = options_of(kind, config.env_option)
@@ -146,7 +146,7 @@ def from_config(config: Run) -> TextEnv:
     ours = config.env in ENVIRONMENTS and env.name != "sciworld"  # whose copies share nothing that changes
     if width > env.side_by_side and not ours:
         raise UserError(f"--in-flight {width}: {env.name} plays {env.side_by_side} side by side")
-    if config.env not in ENVIRONMENTS and not config.file.exists():
+    if config.env not in ENVIRONMENTS and not any(config.run.glob("*.meta.json")):
         check.check(env)
     if Path.cwd() != folder:
         raise UserError(f"--env {config.env}: it changes the working directory, in which the run's files are")

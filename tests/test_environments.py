@@ -391,8 +391,9 @@ def test_a_class_of_ones_own_is_checked_at_its_first_use(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("environments.check.check", lambda env: asked.append(env.name))
     config = Sampling(env="test_environments:Board", run=tmp_path)
+    (tmp_path / "settings.toml").touch()  # which may be copied there: no output has used the class
     envs.from_config(config)
-    (tmp_path / "settings.toml").touch()  # as with its first output
+    (tmp_path / "expert.meta.json").touch()  # as with its first output
     envs.from_config(config)
     envs.from_config(Sampling(env="frozenlake"))
     assert asked == ["board"]
