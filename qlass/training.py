@@ -31,6 +31,7 @@ from qlass.files import (
     Inputs,
     atomic,
     dumps,
+    is_begun,
     lock,
     meta_path,
     parts_folder,
@@ -122,16 +123,22 @@ class Training:
         self.steps = sum(map(len, self.order))
         if (self.parts / "last.safetensors").exists() and not self.again:
             self.lines = self.load_state("last")
-        if is_first():
+        if self.logs:
             write_jsonl(self.log_path, self.lines)
         self.bar = tqdm(None, self.out.name, self.steps, initial=self.step, mininterval=0.5)
 
     def write(self, line: dict) -> None:
         """Add a line to the log."""
         self.lines.append(line)
-        if is_first():
+        if self.logs:
             with as_user_error(self.log_path), open(self.log_path, "a", encoding="utf-8") as log:
                 log.write(dumps(line))
+
+    @property
+    def logs(self) -> bool:
+        """True for the process that writes the log; not while it is of what stays until the new
+        training has a state."""
+        return is_first() and not (self.again and is_begun(self.out))
 
     @property
     def curve(self) -> list[dict]:
@@ -241,6 +248,8 @@ class Training:
                     state[f"{weight_name} {kind}"] = tensor.to("cpu", copy=True)
         if is_first():
             claim(self.out, self.meta, self.again)
+            if self.again:
+                write_jsonl(self.log_path, self.lines)
             with atomic(self.parts / f"{name}.safetensors") as draft:
                 save_file(state, draft, {"log": json.dumps(self.lines)})
         self.again = False
@@ -297,6 +306,8 @@ class Training:
                     raise UserError(
                         f"{self.out}: its files give {files}, not {expected} as in memory"
                     )
+            if self.again:
+                write_jsonl(self.log_path, self.lines)
             write_json(meta_path(self.out), self.meta | figures)
             remove_parts(self.out)
             self.lock.release()
