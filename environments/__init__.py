@@ -80,7 +80,9 @@ def contents_of(kind: Callable, options: dict[str, Any]) -> dict[str, str]:
     for name, default in parameters(kind).items():
         if isinstance(default, str) and default.isalnum() and not Path(default).exists():
             words.add(name)
-    paths = {name: Path(value) for name, value in options.items() if isinstance(value, str) and name not in words}
+    paths = {
+        name: Path(value) for name, value in options.items() if isinstance(value, str) and value and name not in words
+    }
     return {name: fingerprint(path) for name, path in paths.items() if path.exists()}
 
 

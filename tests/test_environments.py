@@ -472,6 +472,7 @@ def test_options_arrive_as_their_defaults_are(monkeypatch, tmp_path):
     assert here["env_option"] == there["env_option"] == ("size=2", "dark=true")
     (place / "map").write_text("x")
     assert here["env_files"] != built("size=2", f"file={place}").settings["env_files"]
+    assert built("size=2", "file=").settings["env_files"] == {}  # not the working directory
     for option, says in (
         ("max_steps=ten", "max_steps=ten: a number, or null for no limit, is expected"),
         ("sizes=7", "sizes=7: its options are size, rate, level, dark, limit, file, max_steps, instruction"),
