@@ -41,13 +41,15 @@ def play_rules(env: TextEnv) -> tuple[int, float]:
     """AssertionError that names the first rule which does not hold. Returns the steps and seconds of an episode."""
     for split in ("train", "test"):
         tasks = env.split_ids(split)
+        assert all(isinstance(task, str) for task in tasks), "split_ids gives texts"
         once = len(set(tasks)) == len(tasks) > 0
         assert once and tasks == env.split_ids(split), "split_ids gives tasks, each once, the same at each call"
     task, *_, other = env.task_ids("train") * 2
     name, (_, elsewhere) = env.name, begin(env, other)
     page, info = begin(env, task)
     check_page(env, page, info)
-    assert info.get("task_id") == task, "info has task_id, a text, and task"
+    named = info.get("task_id") == task and isinstance(info.get("task"), str)
+    assert named, "info has task_id and task, both texts"
     alike = elsewhere["task"] == info["task"]  # of all tasks: then the instruction may have it
     sentence, read = (" ".join(text.lower().split()) for text in (info["task"], env.instruction * alike + page))
     assert page.strip() and sentence, "info's task and the first observation are not empty"
@@ -143,6 +145,7 @@ def check_page(env: TextEnv, observation: Any, info: Any) -> None:
     assert isinstance(observation, str), "an observation is a text"
     assert observation == observation.encode(errors="ignore").decode(), "an observation holds whole letters"
     actions = env.valid_actions()
+    assert isinstance(actions, list | tuple), "valid_actions is a list"
     assert info.get("valid_actions") == actions, "info has valid_actions"
     assert len(set(actions)) == len(actions), "valid_actions has each once"
     for action in actions:

@@ -239,6 +239,10 @@ COUNT = itertools.count()
 RESTORE = "what follows on restore, or in a fork, is answered as in an episode of its own"
 BROKEN = [  # what a class does against the rules, and what is said of it
     ({"split_ids": lambda self, split: []}, "tasks, each once"),
+    ({"split_ids": lambda self, split: [1, 2]}, "split_ids gives texts"),
+    ({"info": lambda self: {"valid_actions": self.valid_actions()}}, "info has task_id and task, both texts"),
+    ({"task": 7}, "info has task_id and task, both texts"),
+    ({"valid_actions": lambda self: None}, "valid_actions is a list"),
     ({"info": lambda self: {"task_id": self.task_id, "task": "", "valid_actions": []}}, "info has valid_actions"),
     ({"save": Switches.save}, RESTORE),
     ({"load": Switches.load}, RESTORE),
