@@ -128,8 +128,9 @@ def make(name: str, split: str = "train", **options: Any) -> TextEnv:
     env = kind(**options)
     env.split = split
     limit = env.max_steps = shared.get("max_steps", env.max_steps)
-    if isinstance(limit, str) and (env.name, limit) != ("sciworld", "eto"):
-        raise UserError(f"--env-option max_steps={limit}: a number, or null for no limit, is expected")
+    counts = limit is None or (type(limit) is int and limit > 0)  # true is an int too
+    if not counts and (env.name, limit) != ("sciworld", "eto"):
+        raise UserError(f"--env-option max_steps={limit}: 1, 2, ... or null for no limit is expected")
     if file := shared.get("instruction"):
         env.instruct(Path(file).read_text(encoding="utf-8-sig"))
     return env

@@ -418,6 +418,9 @@ class Bare(Switches):
         super().__init__()
 
 
+LIMITS = ("ten", "0", "-2", "true", "2.5")  # that are none
+
+
 def built(*options: str, kind: str = "Maze"):
     return envs.from_config(Sampling(env=f"test_environments:{kind}", env_option=options))
 
@@ -478,7 +481,7 @@ def test_options_arrive_as_their_defaults_are(monkeypatch, tmp_path):
     assert here["env_files"] != built("size=2", f"file={place}").settings["env_files"]
     assert built("size=2", "file=").settings["env_files"] == {}  # not the working directory
     for option, says in (
-        ("max_steps=ten", "max_steps=ten: a number, or null for no limit, is expected"),
+        *((f"max_steps={n}", "max_steps=.*: 1, 2, ... or null for no limit is expected") for n in LIMITS),
         ("sizes=7", "sizes=7: its options are size, rate, level, dark, limit, file, max_steps, instruction"),
         ("rate=fast", r"rate=fast: rate takes no text \(its default is 0.5\)"),
     ):
