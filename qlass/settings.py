@@ -75,7 +75,7 @@ class Run(Flags):
     env_option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = place(())
     run: Path = place(Path("runs/ENV"))  # folder of this run's files
     preset: Literal["tiny", "paper"] = place("tiny")  # of a new run (paper: pretrained)
-    seed: NonNegativeInt = 0  # of all random numbers
+    seed: Annotated[NonNegativeInt, Field(lt=1 << 44)] = 0  # of all random numbers
     overwrite: bool = workload(False)  # make the output again from scratch
     flags: tyro.conf.Suppress[str] = workload("")  # of this command
 
