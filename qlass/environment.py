@@ -139,10 +139,10 @@ class TextEnv(gymnasium.Env):
 
         `load` finds the task begun, and the luck as it was then, so that it may play it again.
         """
-        task_id, self.luck, steps, end, chance, saved = snapshot
-        self.reseed(self.luck)
-        if task_id != self.task_id:
-            self.task_id = task_id
+        task_id, luck, steps, end, chance, saved = snapshot
+        self.reseed(luck)
+        if (task_id, luck) != (self.task_id, self.luck):  # `begin` may draw
+            self.task_id, self.luck = task_id, luck
             self.begin(task_id)
             self.reseed(self.luck)
         self.load(saved)
