@@ -75,13 +75,15 @@ class Policy:
             return torch.full_like(logits, -torch.inf).index_fill(1, token, 0.0)
 
         prompt = self.chat.prompt(request.state)
+        inputs = torch.tensor([prompt], device=device)
 
         def at_end(read: Tensor, scores: Any) -> Tensor:
             """True for the row of a batch of one if its turn ends."""
             return torch.tensor([self.chat.ended(read[0, len(prompt) :].tolist())], device=device)
 
         (tokens,) = self.model.generate(
-            torch.tensor([prompt], device=device),
+            inputs,
+            attention_mask=torch.ones_like(inputs),  # else what pads is not read
             max_new_tokens=limit,
             logits_processor=[draw_next],
             stopping_criteria=[at_end],

@@ -103,7 +103,10 @@ def written_plainly(model: Any, chat: Chat, request: Sample, k: int) -> tuple[li
 LETTERS = Chat(chat_tokenizer("chatml"), Rendering(max_new_tokens=12, stop=("e", "ab")))
 
 
-@pytest.mark.parametrize(("model", "chat"), [(MODEL, CHAT), (tiny_lm(LETTERS), LETTERS)])
+PADDED = tiny_lm(CHAT, pad_token_id=CHAT.prompt(FIRST)[1])  # with a word of the prompts
+
+
+@pytest.mark.parametrize(("model", "chat"), [(MODEL, CHAT), (tiny_lm(LETTERS), LETTERS), (PADDED, CHAT)])
 def test_free_sampling_equals_one_token_at_a_time(model, chat):
     """Up to the end of the turn, or to a stop text."""
     asked, lengths = requests(valid=False)[:12], set()
