@@ -46,7 +46,8 @@ def join(config: Model) -> None:
     _, processes = rank_and_size()
     if processes > 1:
         if place.type == "cuda":  # else each process would also open the first one's GPU
-            torch.cuda.set_device(place)
+            with as_user_error(place, " (torchrun: one process per GPU)", RuntimeError):
+                torch.cuda.set_device(place)
         with as_user_error("torchrun sets RANK, WORLD_SIZE and MASTER_ADDR", errors=ValueError):
             distributed.init_process_group(timeout=timedelta(hours=2))  # disks can be slow
 

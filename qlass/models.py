@@ -12,10 +12,11 @@ import torch
 import transformers as hf
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.device import PRECISIONS, device_and_precision, divide_blocks, in_turn, is_divided, whole
+from qlass.device import PRECISIONS, device_and_precision, divide_blocks, in_turn, whole
 from qlass.files import atomic, read_json
 from qlass.inputs import files_of
 from qlass.records import as_user_error
@@ -188,13 +189,13 @@ def refuse_untrained(model: Any, token: int) -> None:
 def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:
     """AdamW of what is trained in each module at its rate, without weight decay (Table 5);
     "adamw8bit": moments in 8 bits. "peak" of a group is the highest "lr" that it gets."""
-    groups = [
+    groups: Any = [
         {"params": [p for p in module.parameters() if p.requires_grad], "lr": rate, "peak": rate}
         for module, rate in rates
     ]
     optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
-        if is_divided(rates[0][0]):
+        if any(isinstance(p, DTensor) for group in groups for p in group["params"]):
             raise UserError("--optim adamw8bit: processes cannot divide its moments: --optim adamw")
         import bitsandbytes
 

@@ -307,9 +307,27 @@ def test_gradient_checkpointing_keeps_no_copy_of_the_weights_in_bf16():
 
 
 def test_moments_in_8_bits_are_not_divided(monkeypatch):
-    monkeypatch.setattr("qlass.models.is_divided", lambda model: True)
+    class Divided(nn.Parameter):
+        pass
+
+    monkeypatch.setattr("qlass.models.DTensor", Divided)
+    model = nn.Linear(2, 1)
+    model.bias = Divided(torch.zeros(1))
     with pytest.raises(UserError, match="cannot divide its moments"):
-        models.adamw([(tiny_lm(CHAT), 0.1)], "adamw8bit")
+        models.adamw([(model, 0.1)], "adamw8bit")
+    pytest.importorskip("bitsandbytes")
+    model.bias.requires_grad_(False)  # as what LoRA stands beside, which is itself whole
+    models.adamw([(model, 0.1)], "adamw8bit")
+
+
+def test_more_processes_than_gpus_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr("torch.cuda.set_device", mock.Mock(side_effect=RuntimeError("CUDA error: invalid device")))
+    with pytest.raises(UserError, match=r"^cuda:1: CUDA error: invalid device .torchrun: one process per GPU.$"):
+        device.join(SETTINGS)
 
 
 def launch(main, argv: list[str], code: int, n: int = 2) -> None:
