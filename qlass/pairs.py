@@ -73,9 +73,10 @@ def families(pairs: list[Pair]) -> list[list[Pair]]:
 
 
 def hold_out_trees(trees: list[list[Pair]]) -> tuple[list[list[Pair]], list[list[Pair]]]:
-    """Trees to train on, and every tenth, from the first on, to validate; a single one is both."""
+    """Trees to train on, and every tenth, from the first on, to validate; one that alone has pairs
+    is both."""
     training_set = [tree for i, tree in enumerate(trees) if i % HELD_OUT]
-    return training_set or trees, trees[::HELD_OUT]
+    return training_set if any(training_set) else trees, trees[::HELD_OUT]
 
 
 def ranking(score: Callable[[list[Score]], list[list[float]]], trees: list[list[Pair]]) -> dict:

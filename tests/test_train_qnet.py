@@ -198,4 +198,5 @@ def test_the_head_is_in_full_width_where_the_backbone_is_not():
 def test_every_tenth_tree_is_held_out():
     training, held_out = hold_out_trees([[number] for number in range(21)])
     assert held_out == [[0], [10], [20]] and len(training) == 18
-    assert hold_out_trees([["alone"]]) == ([["alone"]], [["alone"]])
+    for trees in ([["alone"]], [["alone"], [], []]):
+        assert hold_out_trees(trees) == (trees, [["alone"]])
