@@ -287,6 +287,13 @@ def test_values_behind_remembered_prompts_are_the_plain_ones(room, row, budget, 
     assert (fast.cache.used == 0) == (room == 0)
 
 
+def test_the_values_that_are_kept_are_bounded(monkeypatch):
+    monkeypatch.setattr("qlass.fast.score.REMEMBERED", 1)
+    fast = FastQNet(QNet(MODEL.model, CHAT))
+    values = [fast.score([Score(state, ACTIONS)]) for state in FAMILY[:2] * 2]
+    assert np.allclose(values[:2], values[2:], atol=1e-5) and len(fast.memory) == len(ACTIONS)
+
+
 def test_a_step_costs_its_last_turn_and_the_actions():
     second = FIRST.extended("Action: left", "Observation: you stand")
     third = second.extended("Action: left", "Observation: nothing happens")

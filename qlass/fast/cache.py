@@ -41,6 +41,7 @@ from qlass.messages import State
 
 Tokens = list[int]
 Places = list[int]  # of tokens, in a tree or among a model's outputs
+REMEMBERED = 200_000  # answers that an agent or a QNet keeps
 # From a model's inputs and columns to outputs (B, len(columns), ...).
 Forward = Callable[[dict, Tensor], Any]
 

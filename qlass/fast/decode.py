@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat
 from qlass.fast import cache
-from qlass.fast.cache import CachedPrompt, PromptCache, Question, Row, Tokens
+from qlass.fast.cache import REMEMBERED, CachedPrompt, PromptCache, Question, Row, Tokens
 from qlass.fast.token_tree import additive_masks, batches, windows_of
 from qlass.fast.tries import Trie
 from qlass.messages import State
@@ -25,7 +25,6 @@ from qlass.noise import uniforms
 from qlass.policy import Policy
 
 Choice = tuple[State, tuple[str, ...], float]  # a state, its valid actions, and a temperature
-REMEMBERED = 200_000  # choices
 
 
 class RoomyLayer(DynamicLayer):

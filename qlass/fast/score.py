@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qlass.batching import Score
-from qlass.fast.cache import PromptCache, batch_for, question_of
+from qlass.fast.cache import REMEMBERED, PromptCache, batch_for, question_of
 from qlass.messages import State
 
 
@@ -25,6 +25,8 @@ class FastQNet:
 
     @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:
+        if len(self.memory) > REMEMBERED:
+            self.memory.clear()
         fresh: dict[State, dict[str, None]] = {}  # the (s, a) that were not read yet
         for r in requests:
             for action in r.actions:
