@@ -83,4 +83,10 @@ def test_games_that_are_not_in_the_data_are_refused(made):
     env = envs.make("alfworld", data=made, split_file=FILES / "alfworld-unseen.json")
     with pytest.raises(UserError, match=r"alfworld-unseen\.json: .* has no game valid_unseen/.*: take the games it is"):
         env.task_ids("test")
-    assert env.task_ids("valid_unseen")  # other splits stay
+    assert env.task_ids("val")  # other splits stay
+
+
+def test_a_split_of_other_games_than_the_files_is_refused():
+    env = envs.make("alfworld", split_file=FILES / "alfworld-seen.json")
+    with pytest.raises(UserError, match=r"^alfworld: split_file has no valid_unseen: --split names test$"):
+        env.task_ids("valid_unseen")

@@ -65,6 +65,8 @@ class ALFWorldEnv(TextEnv):
 
     def split_ids(self, split: str) -> list[str]:
         if split not in self.published:
+            if self.published and split.startswith("valid"):  # as presets have it
+                raise UserError(f"{self.name}: split_file has no {split}: --split names {', '.join(self.published)}")
             return self.games.ids(split)
         file, ids = self.published[split]
         for task_id in ids:
