@@ -87,10 +87,12 @@ def contents_of(kind: Callable, options: dict[str, Any]) -> dict[str, str]:
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of a file's content or, as a folder may hold gigabytes, of the names and sizes of its files."""
+    """A hash of a file's content or, as a folder may hold gigabytes, of the names and sizes of its files. What is
+    hidden in a folder does not count."""
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     files = sorted(file for file in path.rglob("[!.]*") if file.is_file())
+    files = [file for file in files if "/." not in f"/{file.relative_to(path).as_posix()}"]
     listing = "".join(f"{os.path.relpath(file, path)} {file.stat().st_size}\n" for file in files)
     return hashlib.sha256(listing.encode()).hexdigest()[:16]
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import envs
 from data import make_webshop
+from environments import fingerprint
 from environments.webshop import catalogue, engine, search, store
 from qlass import UserError
 from qlass.settings import Sampling
@@ -121,6 +122,7 @@ def test_a_kept_store_is_the_shop(tmp_path):
     for shop in others:
         for name in ("products", "goals", "prices"):
             assert [*getattr(shop, name)] == [*getattr(first, name)]
+    before = fingerprint(folder)
         assert (shop.owners == first.owners).all() and (shop.shares == first.shares).all()
         assert [shop.position(product.asin) for product in shop.products] == [*range(1000)]
         assert shop.position("B") is None
