@@ -52,7 +52,6 @@ class Retry(Variant):
         values: list[float] = []
         questions: list[State] = []
         plans: list[str] = []
-        instruction = env.instruction
         for number in range(self.N):
             trial = await episode(env, task_id, self, number, chat.rendering)
             trials.append(trial)
@@ -64,6 +63,8 @@ class Retry(Variant):
             if value >= self.stop:
                 break
             if self.reflect and number + 1 < self.N:
+                if not plans:
+                    instruction = env.instruction  # some environments complete it as a task begins
                 questions.append(end.state.extended(end.action, end.observation + ASK))
                 plans.append(await Reflect(questions[-1]))
                 env.instruct(instruction + PLANS + "\n".join(plans[-3:]))

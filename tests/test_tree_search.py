@@ -210,3 +210,11 @@ def test_a_plan_stands_in_the_next_prompt_and_costs_its_tokens():
     assert len(asked) == 2 and asked[0].endswith(retry.ASK)
     # The first message has 3 tokens and those of the plans, their title 9; a page 6 to 9; a question 20 behind a page.
     assert record["tokens"]["prompt"] == 3 + 16 + 20 + 3 * 6 + 3 * 8 + 9 + 2 * (9 + 20)
+
+
+def test_plans_stand_below_the_instruction_that_begins_the_task():
+    lake = envs.make("frozenlake", map="4x4", max_steps=1)
+    method = Retry("retry", N=2, select="oracle", reflect=True)
+    task = lake.task_ids("test")[0]
+    run(method.play(lake, task, CHAT), lambda asked: "plan" if isinstance(asked, Reflect) else say("left"))
+    assert "The map:" in lake.instruction and lake.instruction.endswith(f"{retry.PLANS}plan")
