@@ -79,6 +79,8 @@ class Config:
 def protocol(name: str, data: Path | None = None) -> Protocol:
     """The file of a name. data: ALFWorld's own games, where it is of these."""
     env, split, source = pick(PROTOCOLS, name, "unknown protocol")
+    if (env == "alfworld" and "bundled" not in name) != bool(data):
+        raise UserError(f"{name} is {'not ' * bool(data)}of ALFWorld's own games, whose folder --data names")
     ids: list = list(range(split)) if isinstance(split, int) else make(env, data=data).split_ids(split)
     if env == "webshop":  # whose tasks are numbers elsewhere
         ids = list(map(int, ids))
