@@ -251,6 +251,8 @@ if __name__ == "__main__":
     parser.add_argument("--train", type=int, default=TRAIN, help=f"training games (default: {TRAIN})")
     parser.add_argument("--out", type=Path, help="default: data/generated/alfworld-SEED, with --train -SEED-TRAIN")
     args = parser.parse_args()
+    if args.train < 1:
+        parser.error(f"--train {args.train}: the seen games need a training game's layout")
     from qlass import UserError
 
     out = args.out or GENERATED / f"alfworld-{args.seed}{f'-{args.train}' * (args.train != TRAIN)}"

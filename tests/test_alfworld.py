@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -279,3 +281,16 @@ def test_published_demonstrations_name_their_games_and_their_words_become_the_ga
     newer = "Thought: I put it in/on the desk.\nAction: move pen 1 to desk 2", "You move the pen 1 to the desk 2."
     older = "Thought: I put it in/on the desk.\nAction: put pen 1 in/on desk 2", "You put the pen 1 in/on the desk 2."
     assert tuple(map(env.in_own_words, older)) == newer == tuple(map(env.in_own_words, newer))
+
+
+def test_put_in_an_instruction_of_ones_own_is_the_word_alone(env):
+    env = env.fork()
+    env.reset(options={"task_id": env.task_ids("train")[0]})
+    env.instruct("OUTPUT of PUT")
+    assert env.instruction == "OUTPUT of move {obj} to {recep}"
+
+
+def test_no_training_games_are_refused():
+    call = [sys.executable, make_alfworld.__file__, "--train", "0", "--out", "games"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "error: --train 0: " in done.stderr

@@ -55,8 +55,8 @@ class ALFWorldEnv(TextEnv):
         self.seed = seed
         if data:
             self.games = games.Games(data)
-        self.loaded, self.template = "", self.instruction  # no task yet
-        self.instruction = self.template.replace("PUT", PUT[0].format("{obj}", "{recep}"))
+        self.loaded = ""  # no task yet
+        self.instruct(self.instruction)
 
     @functools.cached_property
     def games(self) -> games.Games:
@@ -84,7 +84,9 @@ class ALFWorldEnv(TextEnv):
         return match and match[0]
 
     def instruct(self, instruction: str) -> None:
-        self.template = self.instruction = instruction
+        self.template = instruction
+        put = PUT[bool(self.loaded) and self.game.old].format("{obj}", "{recep}")
+        self.instruction = re.sub(r"\bPUT\b", put, instruction)
 
     def in_own_words(self, text: str) -> str:
         """ETO's demonstrations are of the older grammar (put X in/on Y), alfworld's games since 0.4 of the newer."""
@@ -102,8 +104,8 @@ class ALFWorldEnv(TextEnv):
     def _load(self, task_id: str) -> None:
         if task_id != self.loaded:
             self.game = self.games.load(task_id)
-            self.instruction = self.template.replace("PUT", PUT[self.game.old].format("{obj}", "{recep}"))
             self.loaded = task_id
+            self.instruct(self.template)
 
     def begin(self, task_id: str) -> str:
         self._load(task_id)
