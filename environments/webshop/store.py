@@ -202,8 +202,9 @@ class Rows:
         }
 
 
-def products_of(source: Path, synthetic: dict, quiet: bool) -> Iterator[Product]:
-    """The products of a file, each asin once. synthetic: the records of generated instructions, with attributes."""
+def products_of(source: Path, synthetic: dict, quiet: bool) -> Iterator[tuple[Product, str]]:
+    """The products of a file, each asin once, and their documents. synthetic: the records of generated instructions,
+    with attributes."""
     seen = set()
     for number, record in enumerate(catalogue.stream(source, quiet)):
         try:
@@ -212,7 +213,7 @@ def products_of(source: Path, synthetic: dict, quiet: bool) -> Iterator[Product]
                 attributes = synthetic.get(asin, {}).get("attributes", ["DUMMY_ATTR"])
                 product = catalogue.clean(record, attributes)
                 seen.add(asin)
-                yield product
+                yield product, product.document
         except OFF_SCHEMA as error:
             message = f"{source}: product number {number} is not in WebShop's schema ({error!r})"
             raise UserError(message) from None
@@ -227,10 +228,10 @@ def build(sources: tuple[Path, Path, Path], draft: Path, quiet: bool = False) ->
     indexer = search.Indexer()
 
     def texts() -> Iterator[str]:
-        for product in products_of(source, rows["synthetic"].instructions, quiet):
+        for product, document in products_of(source, rows["synthetic"].instructions, quiet):
             number = position[product.asin] = len(position)
             prices.extend([*product.prices, math.nan][:2])
-            indexer.add(product.document)
+            indexer.add(document)
             for one in rows.values():
                 one.add(product, number)
             yield json.dumps([getattr(product, name) for name in Product.__slots__])
