@@ -99,6 +99,8 @@ class TextEnv(gymnasium.Env):
             self.draws, _ = seeding.np_random(seed)
         if task_id is None:
             tasks = self.split_ids(self.split)
+            if not tasks:
+                raise UserError(f"{self.name}: the split {self.split!r} has no task")
             task_id = tasks[self.draws.integers(len(tasks))]
         self.task_id = str(task_id)
         self.luck = zlib.crc32(self.task_id.encode()) if seed is None else seed

@@ -499,3 +499,10 @@ def test_options_arrive_as_their_defaults_are(monkeypatch, tmp_path):
     ):
         with pytest.raises(UserError, match=f"^--env-option {says}$"):
             built("size=2", option)
+
+
+def test_a_split_without_a_task_is_refused():
+    env = envs.make("frozenlake", map="4x4")
+    env.split_ids = lambda split: []
+    with pytest.raises(UserError, match=r"^frozenlake: the split 'train' has no task$"):
+        env.reset()

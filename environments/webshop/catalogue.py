@@ -289,6 +289,8 @@ def goal_indices(file: Path, indices: list, goals: int) -> np.ndarray:
 
 def first_of_each(indices: np.ndarray, owners: np.ndarray, most: float) -> np.ndarray:
     """The first goals of each product, at most so many."""
+    if not most or most < 1:
+        raise UserError("--env-option per_product: a number from 1 is expected")
     if most == math.inf:
         return indices
     order = np.argsort(owners[indices], kind="stable")  # the goals of a product together
