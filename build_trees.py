@@ -304,7 +304,7 @@ def build(
             root = await explorer.explore(None if config.no_expert else demonstrations)
             if todo.index(task_id) % env.replay_every == 0:
                 play_newest_leaf(env.fork(), task_id, root)
-            return tree_records(env, task_id, root, explorer.rewards)
+            return tree_records(explorer.env, task_id, root, explorer.rewards)
 
         side_by_side = config.in_flight or env.side_by_side
         groups = drive(map(tree_of, todo), {Sample: agent.sample}, side_by_side)

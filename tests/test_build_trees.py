@@ -233,3 +233,14 @@ def test_trees_of_the_cloned_tasks_have_their_demonstrations(build, capsys):
     assert [node["action"] for node in nodes if node["expert"]] == ["Action: right"] * 2  # not the expert's own way
     # They lack their ends.
     assert "another reward than recorded in 2 of 3 demonstrations" in capsys.readouterr().err
+
+
+def test_a_root_has_its_page_alone_where_a_task_completes_the_instruction(build, monkeypatch):
+    def begin(env, task_id):
+        env.path, env.instruction = (), "walk on: "
+        return env._look()
+
+    monkeypatch.setattr(FakeEnv, "begin", begin)
+    monkeypatch.setattr(FakeEnv, "agreement", "")
+    root, *_ = build("--limit", "1")
+    assert root["observation"] == "you stand at start"
