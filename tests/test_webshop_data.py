@@ -4,13 +4,16 @@ import json
 import random
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 
 import pytest
 from fakes import SHARED, recorded
 
 import envs
 from data import make_webshop
+from environments.webshop import catalogue, expert
 from environments.webshop import engine as webshop
+from qlass import UserError
 from qlass.demonstrations import demonstrate, read
 from qlass.messages import replay
 from qlass.settings import Sampling
@@ -90,6 +93,25 @@ def test_oracle_takes_what_pays_best_within_its_steps(most):
         steps, values = play(env, task, "oracle"), len(env.goal["goal_options"])
         clicked = min(values, (most or 9) - 3)
         assert steps[-1][1] == pytest.approx((4 + clicked) / (4 + values)) and len(steps) == 3 + clicked
+
+
+def test_a_button_that_the_task_names_is_no_option():
+    candidates = [("read the features", "click[features]"), ("color red", "click[red]")]
+    page = SimpleNamespace(task="i need a red shirt of many features", candidates=lambda: candidates)
+    assert expert.named_options(page) == ["click[red]"]
+
+
+def test_the_oracle_searches_a_title_without_its_brackets(shop, monkeypatch):
+    shop.reset(options={"task_id": "0"})
+    monkeypatch.setattr(type(shop), "goal", shop.goal | {"name": f"[new] {shop.goal['name']}"})
+    monkeypatch.setattr(type(shop), "candidates", lambda self: [])
+    assert expert.plan(shop)[0].startswith("new ")
+
+
+@pytest.mark.parametrize("most", [None, 0])
+def test_a_product_keeps_a_task_at_least(shop, most):
+    with pytest.raises(UserError, match="per_product: a number from 1 is expected"):
+        catalogue.splits(shop.shop.owners, shop.shop.shares, per_product=most)
 
 
 INSTRUCTION = "You are web shopping.\nAn action is search[keywords] or click[value]."

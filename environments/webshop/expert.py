@@ -50,7 +50,7 @@ def named_options(env: Any) -> list[str]:
     for thought, action in env.candidates():
         value = action[6:-1]
         name = thought.removesuffix(f" {value}")
-        if name != thought:
+        if name != thought and value not in BUTTONS:
             in_full = re.search(rf"(with|and) {re.escape(name)}: {re.escape(value)}(,|$)", task)
             alone = ": " not in task and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", task)
             if (in_full or alone) and len(value) > len(clicks.get(name, "")):  # "dark blue" rather than "blue"
@@ -138,7 +138,7 @@ def know(env: Any) -> Player:
 def plan(env: Any) -> tuple[str, Purchase]:
     """The search and the purchase. Searches come from the instruction; only where none of them finds all that the goal
     asks for, within the steps, the wanted product's title is searched, from its first words to the whole."""
-    words = env.goal["name"].split()
+    words = re.sub(r"[\[\]]", " ", env.goal["name"]).split()  # brackets: search[...] can't hold them
     suggested = [action[7:-1] for _, action in env.candidates()]
     best = None
     for query in [*sorted(suggested, key=len), *(" ".join(words[:n]) for n in (4, 8, len(words)))]:
