@@ -232,7 +232,7 @@ def test_trees_of_the_cloned_tasks_have_their_demonstrations(build, capsys):
     assert tasks_of(nodes) == ["train1", "train3"]
     assert [node["action"] for node in nodes if node["expert"]] == ["Action: right"] * 2  # not the expert's own way
     # They lack their ends.
-    assert "another reward than recorded in 2 of 3 demonstrations" in capsys.readouterr().err
+    assert "another reward than recorded in 2 of 2 demonstrations" in capsys.readouterr().err
 
 
 def test_a_root_has_its_page_alone_where_a_task_completes_the_instruction(build, monkeypatch):
