@@ -29,6 +29,8 @@ class Config:
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
+    if config.folder.exists():
+        raise UserError(f"{config.folder}: is there: name a new folder")
     source: dict[str, Any] = {"gguf_file": config.file.name, "trust_remote_code": False}
     if re.search(r"-\d+-of-\d+$", config.file.stem):
         raise UserError(f"{config.file}: one of several files of a model: llama-gguf-split --merge joins them")

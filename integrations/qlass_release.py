@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 from tyro.conf import Positional
 
+from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.files import atomic
 from qlass.records import as_user_error
@@ -66,12 +67,16 @@ class Config:
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
+    agent = config.out.with_name("sft")
+    for folder in (config.out, agent):
+        if folder.exists():
+            raise UserError(f"{folder}: is there: name a new folder")
     qnet = qnet_of(config.qnet)
     with as_user_error(config.sft):
         weights = hf.AutoModelForCausalLM.from_pretrained(config.sft, dtype="auto", trust_remote_code=False)
     with atomic(config.out) as draft:
         qnet.save_pretrained(draft)
-    with atomic(config.out.with_name("sft")) as draft:
+    with atomic(agent) as draft:
         weights.save_pretrained(draft)
         chat_of(config.sft).save(draft)
 
