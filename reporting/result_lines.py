@@ -28,6 +28,7 @@ class Result(Line, total=False):
     type: str
     label: str
     player: str
+    agent: str
     select: str
     seed: int
     M: int
@@ -38,4 +39,6 @@ class Result(Line, total=False):
     env_steps: int
     resets: int
     seconds: NonNegativeFloat
+    usage: dict[str, NonNegativeFloat]
+    cut_prompts: int
     steps: list[Move]

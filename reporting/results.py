@@ -43,7 +43,6 @@ METHODS = {  # in the order of the table
 PICKED = {"q": ", picked by QNet", "oracle": ", picked by true reward (oracle)"}  # the best of N episodes
 APART = 'not one row: name the runs apart: python -m reporting "first=PATH" "second=PATH"'
 ALONE = "not one table: report on each alone"
-COSTS = ("prompt", "generated", "scored")
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     if len(twins):
         first, second = twins["where"].iloc[:2]
         raise UserError(f"{first} and {second}: two different results of a task, a method and a seed, {APART}")
-    groups = [Group(Condition(*key), episodes) for key, episodes in table.groupby(CONDITION)]
+    groups = [Group(Condition(*key), episodes) for key, episodes in table.groupby(CONDITION, dropna=False)]
     groups.sort(key=lambda group: group.condition.order())
     warnings = [] if warnings is None else warnings
     problems = unfinished(table), check_tables(groups), check_rows(groups), doubts(groups), leaks(table)
@@ -207,7 +206,7 @@ def episode(record: dict) -> dict[str, Any]:
         "reward": float(record["reward"]),
         "success": float(record.get("success", math.nan)),
         "generated": tokens.get("generated", 0),
-        "total": sum(tokens.get(part, 0) for part in COSTS),
+        "total": sum(tokens.values()),
         "billed": usage.get("prompt", math.nan) + usage.get("generated", math.nan),
         "steps": n_steps,
         "unknown": record.get("unknown_actions", 0),

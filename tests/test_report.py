@@ -84,6 +84,11 @@ def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played(tmp_path):
 
 def test_the_differences_by_hand(tmp_path):
     shutil.copy(RESULTS, tmp_path / "results_avg.jsonl")
+def test_tokens_of_all_names_count(tmp_path):
+    (group,) = groups_in(tmp_path, [{"tokens": {"prompt": 1, "scored": 2, "of another model": 4}}]).values()
+    assert group.mean("total") == 7
+
+
     groups = parts_of(RESULTS, f"target avg={tmp_path}")
     table = differences(groups)
     # Seed 0 is shared: .5, 0, 0, .5. The resampled mean is Binomial(4, 1/2) / 8, whose 95 % are 0 to .5.
