@@ -13,18 +13,28 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import fill, shorten
+from typing import NotRequired
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from pydantic import FiniteFloat
 
 from qlass import UserError
 from qlass.messages import parse_action
+from qlass.records import Node, Reward
 from qlass.settings import parse, run_stage
 from qlass.trees import children_of, read_trees
 from reporting.figures import INK, STYLE, save
 
 LETTERS = 13  # of an action, at most: what fits above an edge
 GOOD, BAD = "#aceebb", "#ffcecb"
+
+
+class Shown(Node):
+    """A line of q_labels.jsonl or of trees.jsonl."""
+
+    q: NotRequired[Reward]
+    q_raw: NotRequired[FiniteFloat]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +81,7 @@ def draw(nodes: list[dict], words: Callable[[dict], str] = words_of) -> Figure:
     figure = Figure(figsize=(1.2 * deepest + 1.2, 0.5 * len(leaves) + 0.2))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-0.2, deepest + 0.8), ylim=(len(leaves) - 0.5, -0.8))
     axes.axis("off")
-    axes.set_title(fill(nodes[0]["task"], 18 * (deepest + 1)), loc="left")
+    axes.set_title(fill(nodes[0].get("task", ""), 18 * (deepest + 1)), loc="left")
     for place, node in enumerate(nodes):
         x, y = node["depth"], rows[place]
         axes.scatter(x, y, s=250, color=[colour_of(node)], edgecolors=INK, zorder=2)
@@ -90,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
     here = [config.run / name for name in ("q_labels.jsonl", "trees.jsonl")]
     path = config.trees or next((file for file in here if file.exists()), here[1])
-    trees = {tree[0]["task_id"]: tree for tree in read_trees(path)}
+    trees = {tree[0]["task_id"]: tree for tree in read_trees(path, Shown)}
     task = config.task or max(trees, key=lambda task: len(trees[task]))
     if task not in trees:
         raise UserError(f"{path}: no tree of task {task}; its tasks are {', '.join([*trees][:5])}, ...")

@@ -4,11 +4,12 @@ import hashlib
 import json
 import re
 import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from fakes import FakeEnv, dump
+from fakes import FakeEnv, code_on, dump
 
 import reporting.__main__ as report
 from qlass.demonstrations import demonstrate
@@ -308,6 +309,24 @@ EARNED = "replaying them earned 1"
     ("record", "says", "not_said"),
     [
         (GOOD, ["  3 right", f"{EARNED}, 1 is recorded; 0 answers are not the recorded ones"], "<-"),
+STUB = """const any = new Proxy(function () {}, {
+    get: (_, name) => name === Symbol.toPrimitive ? () => '' : name === 'textContent' ? DATA : any,
+    apply: () => any, set: () => true});
+const document = any;"""
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node runs the page's script")
+def test_labels_of_ones_own_are_drawn_and_shown(tmp_path):
+    """Their roots have no `task`."""
+    turn = {"role": "user", "content": "Hello"}
+    write(tmp_path / "rows.jsonl", [{"messages": [turn], "action": action, "value": 0.5} for action in "ab"])
+    exec(code_on("files.md", "rows.jsonl"), {})
+    tree.main(["--trees", "q_labels.jsonl"])
+    html = page.render([], page.tree_data(Path("q_labels.jsonl")), [])
+    data, script = re.findall(r"<script.*?>(.*?)</script>", html, re.S)
+    subprocess.run(["node", "-e", STUB.replace("DATA", json.dumps(data)) + script], check=True)
+
+
         (ACT, ["<- the environment does not know it", "earned 0, 1 is recorded, and the episode was"], EARNED),
         (LONGER, ["  the episode is over: 1 more actions are recorded", EARNED], "not the recorded ones; 1"),
         (OTHER, ["<- another answer than recorded: '", "start right right' in place of '"], "; 0 answers"),
