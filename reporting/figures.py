@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -49,20 +50,27 @@ STYLE = {
 }
 WIDTH = 6.2  # of a figure in inches: its letters are legible on a screen of 500 pixels
 
+FORBIDDEN = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|\xef\xbf[\xbe\xbf]")  # by XML, in UTF-8
+
+
+def content(figure: Figure, kind: str) -> bytes:
+    """A picture's file. An SVG has a mark in the place of what XML forbids, such as a text's control characters."""
+    file, svg = io.BytesIO(), kind == "svg"
+    with mpl.rc_context(STYLE):
+        metadata = {"Date": None} if svg else {}  # the same bytes each time
+        figure.savefig(file, format=kind, bbox_inches="tight", metadata=metadata)
+    return FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}".encode(), file.getvalue()) if svg else file.getvalue()
+
 
 def save(figure: Figure, path: Path) -> None:
     """Write a picture whose format is that of the path's suffix."""
-    with atomic(path) as draft, as_user_error(path), mpl.rc_context(STYLE):
-        metadata = {"Date": None} if path.suffix == ".svg" else {}  # the same bytes each time
-        figure.savefig(draft, format=path.suffix[1:], bbox_inches="tight", metadata=metadata)
+    with atomic(path) as draft, as_user_error(path):
+        draft.write_bytes(content(figure, path.suffix[1:]))
 
 
 def data_uri(figure: Figure) -> str:
     """The figure as the `src` of an image, so that a page needs no other file."""
-    file = io.BytesIO()
-    with mpl.rc_context(STYLE):
-        figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
-    return f"data:image/svg+xml;base64,{b64encode(file.getvalue()).decode()}"
+    return f"data:image/svg+xml;base64,{b64encode(content(figure, 'svg')).decode()}"
 
 
 def curve(axes: Axes, x: Sequence, estimates: Sequence[Estimate], **look: Any) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from fakes import FakeEnv, code_on, dump
@@ -16,7 +17,7 @@ from qlass.demonstrations import demonstrate
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
 from qlass.settings import PRESETS
-from reporting import demonstration, expected, page, results, tables, tree
+from reporting import demonstration, expected, figures, page, results, tables, tree
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -287,6 +288,13 @@ def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
     row = RESULT | {"task_id": evil, "env": evil, "task": evil, "label": evil}
     write(tmp_path / "results.jsonl", [row, row | {"method": "qlass", "M": 2}])
     texts = dict.fromkeys(("task_id", "task", "source", "observation"), evil)
+def test_what_xml_forbids_is_drawn_as_a_mark(tmp_path):
+    step = {"action": "Action: \x1b[1m", "candidates": [{"action": a, "q": 0.5} for a in ("Action: \x1b[1m", "\uffff")]}
+    figures.save(figures.episode(RESULT | {"task": "é\x00\n", "steps": [step]}), tmp_path / "a.svg")
+    drawn = "".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
+    assert "step 1: �[1m" in drawn and "é�" in drawn and drawn.count("�") == 3
+
+
     root = next(iter(read_jsonl(TREES))) | texts | {"nodes": 2}
     write(tmp_path / "q_labels.jsonl", [root, root | {"node_id": 1, "parent_id": 0, "action": evil, "done": True}])
     report.main(["--run", str(tmp_path)])
