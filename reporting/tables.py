@@ -132,6 +132,8 @@ def headlines(groups: Sequence[Group]) -> Iterator[str]:
         likeliest = peer(replace(search.condition, method="likeliest"), groups)
         rivals = [rival for rival in (greedy_of(search, groups), likeliest, nearest(search, groups)) if rival]
         tasks = set(search.blocks).intersection(*(rival.blocks for rival in rivals))
+        if not tasks:
+            continue
         qlass = search.among(tasks)
         text = f"{qlass.condition.env}: {qlass.condition} earns {qlass.reward} on {qlass.reward.n} tasks"
         for rival in rivals:

@@ -84,13 +84,13 @@ def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played(tmp_path):
     assert (group.reward.mean, group.reward.n, group.mean("total")) == (0.75, 2, 15)
 
 
-def test_the_differences_by_hand(tmp_path):
-    shutil.copy(RESULTS, tmp_path / "results_avg.jsonl")
 def test_tokens_of_all_names_count(tmp_path):
     (group,) = groups_in(tmp_path, [{"tokens": {"prompt": 1, "scored": 2, "of another model": 4}}]).values()
     assert group.mean("total") == 7
 
 
+def test_the_differences_by_hand(tmp_path):
+    shutil.copy(RESULTS, tmp_path / "results_avg.jsonl")
     groups = parts_of(RESULTS, f"target avg={tmp_path}")
     table = differences(groups)
     # Seed 0 is shared: .5, 0, 0, .5. The resampled mean is Binomial(4, 1/2) / 8, whose 95 % are 0 to .5.
@@ -125,6 +125,12 @@ def test_the_headline_is_about_the_tasks_that_all_have_played(tmp_path):
     start = r"lake: QLASS .a, 1 epoch, rank. M=2 earns 0\.500 \[.* on 2 tasks; \+0\.500 \[.*; \+0\.000 \["
     assert re.match(start, headline)
     assert list(tables.results_table(rows, rows)["minus greedy"].str[:6]) == ["", "+0.500", "+0.750"]
+
+
+def test_no_headline_is_about_rivals_that_share_no_task(tmp_path):
+    played = {"greedy": "ab", "likeliest": "cd", "qlass": "abcd"}
+    records = [{"method": m, "M": 1 + (m != "greedy"), "task_id": t} for m, tasks in played.items() for t in tasks]
+    assert not [*tables.headlines(list(groups_in(tmp_path, records).values()))]
 
 
 def test_a_sample_far_below_greedy_is_told(tmp_path):
@@ -282,12 +288,6 @@ def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
     assert "tree_train_0.svg: the 6 nodes of task train_0" in capsys.readouterr().out
 
 
-def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
-    """Texts of results and of a tree are scripts; the viewer, itself a script, writes text alone."""
-    evil = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{trees}}"
-    row = RESULT | {"task_id": evil, "env": evil, "task": evil, "label": evil}
-    write(tmp_path / "results.jsonl", [row, row | {"method": "qlass", "M": 2}])
-    texts = dict.fromkeys(("task_id", "task", "source", "observation"), evil)
 def test_what_xml_forbids_is_drawn_as_a_mark(tmp_path):
     step = {"action": "Action: \x1b[1m", "candidates": [{"action": a, "q": 0.5} for a in ("Action: \x1b[1m", "\uffff")]}
     figures.save(figures.episode(RESULT | {"task": "é\x00\n", "steps": [step]}), tmp_path / "a.svg")
@@ -295,6 +295,12 @@ def test_what_xml_forbids_is_drawn_as_a_mark(tmp_path):
     assert "step 1: �[1m" in drawn and "é�" in drawn and drawn.count("�") == 3
 
 
+def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
+    """Texts of results and of a tree are scripts; the viewer, itself a script, writes text alone."""
+    evil = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{trees}}"
+    row = RESULT | {"task_id": evil, "env": evil, "task": evil, "label": evil}
+    write(tmp_path / "results.jsonl", [row, row | {"method": "qlass", "M": 2}])
+    texts = dict.fromkeys(("task_id", "task", "source", "observation"), evil)
     root = next(iter(read_jsonl(TREES))) | texts | {"nodes": 2}
     write(tmp_path / "q_labels.jsonl", [root, root | {"node_id": 1, "parent_id": 0, "action": evil, "done": True}])
     report.main(["--run", str(tmp_path)])
@@ -303,20 +309,6 @@ def test_what_xml_forbids_is_drawn_as_a_mark(tmp_path):
     assert "innerHTML" not in html.words and all("onerror" not in attributes for _, attributes in html.tags)
 
 
-# ------------------------------------------------ what the model sees of a demonstration (reporting.demonstration)
-
-GOOD = demonstrate(FakeEnv(), "train0")  # right, right, right
-ACT = json.loads(json.dumps(GOOD).replace("Action:", "Act:"))
-LONGER = GOOD | {"messages": [*GOOD["messages"], {"role": "user", "content": "on"}, GOOD["messages"][-1]]}
-OTHER = json.loads(json.dumps(GOOD).replace("start right right", "start right  right"))
-ELSEWHERE = json.loads(json.dumps({"messages": GOOD["messages"]}).replace("start", "the end"))
-EARNED = "replaying them earned 1"
-
-
-@pytest.mark.parametrize(
-    ("record", "says", "not_said"),
-    [
-        (GOOD, ["  3 right", f"{EARNED}, 1 is recorded; 0 answers are not the recorded ones"], "<-"),
 STUB = """const any = new Proxy(function () {}, {
     get: (_, name) => name === Symbol.toPrimitive ? () => '' : name === 'textContent' ? DATA : any,
     apply: () => any, set: () => true});
@@ -335,6 +327,20 @@ def test_labels_of_ones_own_are_drawn_and_shown(tmp_path):
     subprocess.run(["node", "-e", STUB.replace("DATA", json.dumps(data)) + script], check=True)
 
 
+# ------------------------------------------------ what the model sees of a demonstration (reporting.demonstration)
+
+GOOD = demonstrate(FakeEnv(), "train0")  # right, right, right
+ACT = json.loads(json.dumps(GOOD).replace("Action:", "Act:"))
+LONGER = GOOD | {"messages": [*GOOD["messages"], {"role": "user", "content": "on"}, GOOD["messages"][-1]]}
+OTHER = json.loads(json.dumps(GOOD).replace("start right right", "start right  right"))
+ELSEWHERE = json.loads(json.dumps({"messages": GOOD["messages"]}).replace("start", "the end"))
+EARNED = "replaying them earned 1"
+
+
+@pytest.mark.parametrize(
+    ("record", "says", "not_said"),
+    [
+        (GOOD, ["  3 right", f"{EARNED}, 1 is recorded; 0 answers are not the recorded ones"], "<-"),
         (ACT, ["<- the environment does not know it", "earned 0, 1 is recorded, and the episode was"], EARNED),
         (LONGER, ["  the episode is over: 1 more actions are recorded", EARNED], "not the recorded ones; 1"),
         (OTHER, ["<- another answer than recorded: '", "start right right' in place of '"], "; 0 answers"),
