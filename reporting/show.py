@@ -11,6 +11,7 @@ one is shown that earns most, and of these the one in whose episode most steps h
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -71,16 +72,17 @@ def show(search: q_search.Search, plan: Sequence[Method]) -> None:
         print()
 
 
-def show_results(config: Any, env: Any) -> None:
+def show_results(config: Any, plan: Sequence[Method], env: Any) -> None:
     """Print an episode of each method, of those in the result files."""
     lines = [line for file in sorted(config.run.glob("results*.jsonl")) for line in read_jsonl(file)]
-    for name in config.method:
-        of_method = [line for line in lines if line["method"] == name]
+    for method in plan:
+        fields = {"split": config.split} | method.settings()
+        of_method = [line for line in lines if fields.items() <= line.items()]
         if not of_method:
-            raise UserError(f"{config.run}: no agent, and no results of {name}, so nothing to show")
+            raise UserError(f"{config.run}: no agent, and no {config.split} results of {method}, so nothing to show")
         best = max(of_method, key=worth)
         print(f"Task {best['task_id']}: {PICK}.\n")
-        print_episode(env, best, name)
+        print_episode(env, best, str(method))
 
 
 # ----------------------------------------------------------------------------------------------- in words
@@ -133,10 +135,11 @@ def compared(env: Any, line: dict, rival: dict) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     config = read_settings(q_search.Config, __doc__, argv)
-    search = q_search.Search(config)
+    # Nothing is written, so flags may be others than those of the results that are there.
+    search = q_search.Search(dataclasses.replace(config, overwrite=True))
     plan = [method for name in config.method for method in methods_of(name, config)]
     if not (config.sft or (config.run / "sft").exists()):
-        return show_results(config, search.env)
+        return show_results(config, plan, search.env)
     if not (config.qnet or (config.run / "qnet").exists()) and any(method.needs_q for method in plan):
         raise UserError(f"{config.run / 'qnet'} is missing, and nothing is made here: q_search.py makes it")
     search.load(plan)

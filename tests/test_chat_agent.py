@@ -20,6 +20,7 @@ from qlass.files import meta_of, read_jsonl
 from qlass.messages import parse_action, replay
 from reporting import __main__ as reporting
 from train_qnet import QNet
+from reporting import show
 
 SEVERAL = ("--method", "random", "-M", "3", "--in-flight", "1")  # three answers to a request
 
@@ -278,6 +279,17 @@ def test_a_report_names_the_model_and_what_it_was_billed(fake, tmp_path):
 
 
 UNCLEAR = 'answers have no action, or several lines "Action:"'
+
+
+def test_episodes_of_a_split_and_a_budget_are_shown(fake, tmp_path, capsys):
+    """Without an agent's checkpoint from the result files."""
+    played(fake, tmp_path, "--method", "random", "-M", "2", "3")
+    flags = ["--run", str(tmp_path), "--method", "random", "-M", "3"]
+    show.main(flags)
+    assert "\nrandom M=3: reward " in capsys.readouterr().out
+    for more, name in (("-N 2", "test results of random M=3 N=2"), ("--split val", "val results of random M=3")):
+        with pytest.raises(UserError, match=f"no agent, and no {name}"):
+            show.main([*flags, *more.split()])
 
 
 @pytest.mark.parametrize(

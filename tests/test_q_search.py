@@ -14,7 +14,7 @@ from qlass import models
 from qlass.batching import Candidate, Sample, Score
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
-from reporting.show import show
+from reporting import show
 
 CHAT, stage = word_chat(), q_search
 GREEDY = Method("greedy", temperature=0.0)
@@ -187,7 +187,7 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
         backends = {Sample: lambda asked: list(map(draw, asked)), Score: lambda asked: list(map(true_q, asked))}
         config = SimpleNamespace(in_flight=None, split="test")
         search = SimpleNamespace(config=config, env=FakeEnv(), tasks=tasks, chat=CHAT, backends=backends)
-        show(search, [Method("qlass", "q", M=2)])
+        show.show(search, [Method("qlass", "q", M=2)])
         return capsys.readouterr().out
 
     text = printed(FakeEnv().task_ids("test"))
@@ -200,6 +200,14 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
     assert "qlass M=2: reward 1 after 3 steps\nSteps with a choice: 1, 2, 3.\n" in text
     assert "The agent alone, greedy, earns 0 after 2 steps. From step 1 on it goes on with left" in text
     assert not list(Path().iterdir())
+
+
+def test_an_episode_of_other_settings_than_those_of_the_results_is_shown(search, agent, capsys):
+    search("--method", "sample", "--limit", "1")
+    before = Path("results.jsonl").read_bytes()
+    run = f"--env frozenlake --run . --preset paper --sft {agent} --method sample"
+    show.main([*run.split(), "--temperature", "0.5"])
+    assert "\nsample: reward " in capsys.readouterr().out and Path("results.jsonl").read_bytes() == before
 
 
 def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search):
