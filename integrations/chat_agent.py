@@ -108,7 +108,7 @@ class ChatModel(Remote):
         self.file = self.output.with_name(f"answers.{self.output.name}")
         self.answers: dict[str, Answer] = {}  # as written, by their draws
         self.usage: Counter[str] = Counter()
-        for line in self.file.read_text(encoding="utf-8").split("\n") if self.file.exists() else ():
+        for line in self.file.read_bytes().split(b"\n") if self.file.exists() else ():
             with contextlib.suppress(ValueError):  # empty, or what a stop cut
                 self.keep(**json.loads(line))
         self.before, self.requests = self.usage.copy(), 0

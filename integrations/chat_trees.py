@@ -6,7 +6,8 @@
     python -m integrations.chat_agent --run RUN --model NAME -M 4
 
     reads   $OPENAI_API_KEY, $OPENAI_BASE_URL
-    writes  RUN/trees.jsonl, as build_trees.py does; its metadata have the tokens billed
+    writes  RUN/trees.jsonl, as build_trees.py does; its metadata have the sum of the
+            answers' tokens, those of all commands
             RUN/answers.trees.jsonl: each answer as it comes, and none is asked for again
 
 Each rollout costs as many answers as it has steps. The tasks are the last ones of training, and the environment's
@@ -48,8 +49,9 @@ def main(argv: list[str] | None = None) -> None:
     if expert:
         _, by_task = demonstrations.by_task(expert, expert, env)
     build_trees.build(config, env, lambda: agent, by_task, {"expert": expert})
-    meta = meta_path(agent.output)
-    write_json(meta, read_json(meta) | {"usage": agent.usage})
+    if agent.output.exists():  # its answers may be of several processes
+        meta, usage = meta_path(agent.output), ChatModel(config, env, "trees.jsonl").usage
+        write_json(meta, read_json(meta) | {"usage": usage})
     agent.report()
 
 

@@ -11,6 +11,7 @@ import pytest
 from fakes import FakeEnv, FakeServer, chat_completion, over, tiny_lm, word_chat
 
 import bellman
+import build_trees
 import train_qnet
 from integrations import chat_agent, chat_trees
 from integrations.answers import read_answer
@@ -19,8 +20,8 @@ from qlass.batching import Score
 from qlass.files import meta_of, read_jsonl
 from qlass.messages import parse_action, replay
 from reporting import __main__ as reporting
-from train_qnet import QNet
 from reporting import show
+from train_qnet import QNet
 
 SEVERAL = ("--method", "random", "-M", "3", "--in-flight", "1")  # three answers to a request
 
@@ -82,12 +83,14 @@ def test_tokens_of_both_models_are_counted(fake, tmp_path, value_net):
 
 def test_no_answer_is_asked_for_twice(fake, tmp_path, value_net):
     """Not after a stop or a kill, by another method, or for the same lines again."""
+    fake.text = f"<think>à</think>{fake.text}"
     fake.script += [fake.well] * 4 + [400]
     flags = ("--method", "sample", "--in-flight", "1")
     with pytest.raises(UserError, match=fake.url):
         played(fake, tmp_path, *flags)
     file = tmp_path / "answers.results_first.jsonl"
-    file.write_bytes(file.read_bytes()[:-9])  # a kill cuts the last of three
+    data = file.read_bytes()
+    file.write_bytes(data[: data.rindex("à".encode()) + 1])  # a kill cuts the last of three, within a letter
     lines, requests = asked(fake, tmp_path, *flags)
     assert requests == steps_of(lines) - 2
     assert asked(fake, tmp_path, *flags) == (lines, 0)
@@ -278,9 +281,6 @@ def test_a_report_names_the_model_and_what_it_was_billed(fake, tmp_path):
     assert "| billed tokens |" in text and "| random candidate M=2 |" in text
 
 
-UNCLEAR = 'answers have no action, or several lines "Action:"'
-
-
 def test_episodes_of_a_split_and_a_budget_are_shown(fake, tmp_path, capsys):
     """Without an agent's checkpoint from the result files."""
     played(fake, tmp_path, "--method", "random", "-M", "2", "3")
@@ -290,6 +290,9 @@ def test_episodes_of_a_split_and_a_budget_are_shown(fake, tmp_path, capsys):
     for more, name in (("-N 2", "test results of random M=3 N=2"), ("--split val", "val results of random M=3")):
         with pytest.raises(UserError, match=f"no agent, and no {name}"):
             show.main([*flags, *more.split()])
+
+
+UNCLEAR = 'answers have no action, or several lines "Action:"'
 
 
 @pytest.mark.parametrize(
@@ -337,3 +340,23 @@ def test_a_qnet_learns_from_the_trees_of_a_chat_model_and_guides_it(fake, tmp_pa
     assert meta_of(tmp_path / "run" / "qnet")["recipe"][field] == value  # of qlass/presets
     line = played(fake, tmp_path / "run", "--method", "qlass", "-M", "4")[0]
     assert any(len(step["candidates"]) == 2 for step in line["steps"])
+
+
+def test_tokens_billed_for_trees_are_those_of_all_processes(fake, tmp_path, monkeypatch):
+    """One has begun before the other asks for anything, and finishes last."""
+    build = build_trees.build
+
+    def main(rank: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setenv("RANK", str(rank))
+            chat_trees.main(["--run", "run", "--server", fake.url, "--limit", "2", "--rollouts", "4"])
+
+    def build_after_the_other(*arguments) -> None:
+        monkeypatch.setattr(build_trees, "build", build)
+        main(0)
+        build(*arguments)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(build_trees, "build", build_after_the_other)
+    main(1)
+    assert meta_of(tmp_path / "run/trees.jsonl")["usage"]["requests"] == len(fake.seen) - 2  # both ask for the name
