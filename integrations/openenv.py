@@ -57,14 +57,15 @@ class Session(Environment):
         options: task_id; or split (by default train) and index. Without either a task of the split is drawn.
         """
         with ONE_AT_A_TIME:
-            if self not in self.sessions:
-                if len(self.sessions) >= self.env.side_by_side:
-                    raise UserError(f"{len(self.sessions)} episodes are open, and may be at once: close one")
-                self.sessions.append(self)
+            new = self not in self.sessions
+            if new and len(self.sessions) >= self.env.side_by_side:
+                raise UserError(f"{len(self.sessions)} episodes are open, and may be at once: close one")
             if snapshot is None:
                 self.begin(seed, **options)
             else:
                 self.go_to(snapshot)
+            if new:
+                self.sessions.append(self)
         return self.answer
 
     def begin(

@@ -183,6 +183,17 @@ def test_a_reset_of_another_request_ends_no_episode(sessions):
     assert other.reset(task_id="red").text.startswith("Task: switch on red")
 
 
+def test_a_session_whose_first_reset_failed_has_a_state_and_no_episode(sessions):
+    env = Switches()
+    env.side_by_side = 1
+    begin = sessions(env)
+    first, other = begin(), begin()
+    with pytest.raises(UserError):
+        first.reset(snapshot="none")
+    assert first.state.task_id is None
+    other.reset(task_id="red")
+
+
 def test_a_session_goes_to_another_ones_snapshot_until_that_one_closes(sessions):
     begin = sessions(Switches())
     first, fork = begin(), begin()
