@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from qlass.trees import read_trees
 from reporting import figures, tables
 from reporting.results import Group, choices, lines_of, tables_of, worth
-from reporting.tree import Shown
+from reporting.tree import TreeLine
 
 CAPTION = (
     "Higher at the same cost is better: where QLASS lies above the search by log-probability its QNet helps, and where "
@@ -27,7 +27,7 @@ CAPTION = (
 )
 EPISODE = (
     "Task {task}: of the {n} tasks that QLASS played, one that earns most and of these the one with the most choices. "
-    "Shown are its steps whose samples were several actions, with their Q; the action taken is dark."
+    "TreeLine are its steps whose samples were several actions, with their Q; the action taken is dark."
 )
 SHOWN = ("Summary", "Results", "What QNet adds", "An episode", "Training")
 FOLDED = ("Rules and oracles", "Settings", "Protocol")
@@ -105,6 +105,6 @@ def tree_data(path: Path | None, limit: int = 60) -> str:
     """The trees for the page's viewer as JSON, {"total", "trees"}: at most `limit`, evenly spread over the file."""
     if path is None:
         return "null"
-    trees = list(read_trees(path, Shown))
+    trees = list(read_trees(path, TreeLine))
     data = {"total": len(trees), "trees": trees[:: max(1, math.ceil(len(trees) / limit))]}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

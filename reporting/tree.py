@@ -30,7 +30,7 @@ LETTERS = 13  # of an action, at most: what fits above an edge
 GOOD, BAD = "#aceebb", "#ffcecb"
 
 
-class Shown(Node):
+class TreeLine(Node):
     """A line of q_labels.jsonl or of trees.jsonl."""
 
     q: NotRequired[Reward]
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(Config, __doc__, argv)
     here = [config.run / name for name in ("q_labels.jsonl", "trees.jsonl")]
     path = config.trees or next((file for file in here if file.exists()), here[1])
-    trees = {tree[0]["task_id"]: tree for tree in read_trees(path, Shown)}
+    trees = {tree[0]["task_id"]: tree for tree in read_trees(path, TreeLine)}
     task = config.task or max(trees, key=lambda task: len(trees[task]))
     if task not in trees:
         raise UserError(f"{path}: no tree of task {task}; its tasks are {', '.join([*trees][:5])}, ...")
