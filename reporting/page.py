@@ -27,7 +27,7 @@ CAPTION = (
 )
 EPISODE = (
     "Task {task}: of the {n} tasks that QLASS played, one that earns most and of these the one with the most choices. "
-    "TreeLine are its steps whose samples were several actions, with their Q; the action taken is dark."
+    "Shown are its steps whose samples were several actions, with their Q; the action taken is dark."
 )
 SHOWN = ("Summary", "Results", "What QNet adds", "An episode", "Training")
 FOLDED = ("Rules and oracles", "Settings", "Protocol")

@@ -194,7 +194,7 @@ def test_what_is_to_be_minded_is_on_the_page(tmp_path, capsys):
     parts.mkdir()
     report.main(["--run", str(tmp_path)])
     texts = capsys.readouterr().err, Page(tmp_path / "report.html").words, (tmp_path / "report.md").read_text()
-    stale = f"{file} was made from another {tmp_path / 'agent.json'} than there is now: make it again"
+    stale = f"{file} was made from another agent.json than there is now: make it again"
     few = "lake: rows over 1 tasks and over 2: means may differ"
     cut = "agent, greedy: 3 prompts lost their oldest turns"
     for warning in (stale, few, cut, f"{file} is not complete, so nothing new is read"):
