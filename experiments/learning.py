@@ -32,6 +32,7 @@ from qlass.fast.decode import FastPolicy
 from qlass.files import Inputs, atomic, lock, meta_of, meta_path, write_json, write_jsonl
 from qlass.noise import uniforms
 from qlass.policy import Policy
+from qlass.records import as_user_error
 from qlass.settings import ActionLength, Number, place, workload
 
 WARMUP = 4  # updates
@@ -114,15 +115,16 @@ class Learner:
     @torch.no_grad()
     def resume(self, path: Path) -> list[dict]:
         """Read what `suspend` wrote. Returns the lines."""
-        state = safe_open(path, "pt")
-        for key in state.offset_keys():
-            number, _, kind = key.partition(" ")
-            weight = self.weights[int(number)]
-            if kind:
-                self.optimizer.state[weight][kind] = divided_like(weight, state.get_tensor(key))
-            else:
-                weight.copy_(state.get_tensor(key))
-        return json.loads(state.metadata()["lines"])
+        with as_user_error(f"{path} can't be read: --overwrite starts again"):
+            state, weights = safe_open(path, "pt"), self.weights
+            for i, weight in enumerate(weights):
+                weight.copy_(state.get_tensor(f"{i} "))
+            for key in state.offset_keys():
+                number, _, kind = key.partition(" ")
+                if kind:
+                    weight = weights[int(number)]
+                    self.optimizer.state[weight][kind] = divided_like(weight, state.get_tensor(key))
+            return json.loads(state.metadata()["lines"])
 
 
 def load(sft: Path, config: Config, env: envs.TextEnv, copied: bool = True) -> Learner:

@@ -177,8 +177,8 @@ def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = N
         if more or config.env != own.env:
             shown = " ".join([own.env, *own.env_option])
             raise UserError(f"{own.run} is of {shown}, as are its files: name another --run")
-    given = {"env_option": options, "flags": shlex.join(words)}
-    return by_types(kind, vars(config) | given, "flags")
+    values = vars(config) | {"env_option": options, "flags": shlex.join(words)}
+    return by_types(kind, values, "flags")
 
 
 def defaults(kind: type[R], words: Sequence[str]) -> R:

@@ -306,8 +306,6 @@ class Training:
                     raise UserError(
                         f"{self.out}: its files give {files}, not {expected} as in memory"
                     )
-            if self.again:
-                write_jsonl(self.log_path, self.lines)
             write_json(meta_path(self.out), self.meta | figures)
             remove_parts(self.out)
             self.lock.release()

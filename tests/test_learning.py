@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fakes import FakeEnv, dump, over, save_agent, settings_of, tiny_lm, word_chat
+from safetensors.torch import load_file, save_file
 
 from experiments import eto, ppo, tree_grpo
 from experiments.learning import Learner, trainable
@@ -121,6 +122,16 @@ def test_a_stop_while_the_first_state_is_written_loses_nothing(train, tmp_path, 
         patch.setattr(Learner, "validation", Mock(side_effect=KeyboardInterrupt))
         train(tree_grpo, "again", 50, "--overwrite", "--seed", "1")
     assert contents(tmp_path / "again") == contents(tmp_path / "one")  # until there are new ones
+
+
+def test_a_state_that_lacks_a_weight_is_refused(train, tmp_path):
+    train(tree_grpo, "run", 50)
+    file = tmp_path / "run" / "sft-x.resume.safetensors"
+    tensors = load_file(file)
+    del tensors["0 "]
+    save_file(tensors, file, {"lines": "[]"})
+    with pytest.raises(UserError, match="can't be read: --overwrite starts again"):
+        train(tree_grpo, "run", 99)
 
 
 def test_an_agent_learns_without_dropout(tmp_path):

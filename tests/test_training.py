@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sft
 from qlass import UserError, device, models
 from qlass.demonstrations import demonstrate
-from qlass.files import meta_of, read_jsonl, write_json
+from qlass.files import meta_of, read_jsonl
 from qlass.training import Training, updates_of
 
 
@@ -267,19 +267,6 @@ def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, cap
     (tmp_path / "other").rename(parts)
     assert not is_complete(lr=0.2)  # the old one is there, the new one is being made
     assert "is complete; --overwrite trains it again" in capsys.readouterr().out
-
-
-def test_a_log_is_replaced_at_the_end_of_a_training_without_a_state(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model.log.jsonl").write_text("old")
-    write_json(tmp_path / "model.meta.json", {"recipe": {"stage": "sft"}})
-    log, model = Training(tmp_path / "model", dataclasses.replace(SETTINGS, overwrite=True), {}, {}), nn.Linear(2, 1)
-    log.resume(model, models.adamw([(model, 0.1)]), sizes=[1])
-    log.end_update(1.0, 1)
-    log.end_epoch(None)
-    assert (tmp_path / "model.log.jsonl").read_text() == "old"
-    log.finish(lambda draft: draft.mkdir() or [1.0], [1.0])
-    assert read_jsonl(tmp_path / "model.log.jsonl") == log.lines
 
 
 class Copies(TorchDispatchMode):

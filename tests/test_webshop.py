@@ -255,7 +255,7 @@ def test_bm25_against_the_formula(documents, query):
 @pytest.mark.parametrize("k", [1, 2, 5, 50])
 @pytest.mark.parametrize("share", [0.0005, 0.02, 0.6])
 def test_the_best_documents_are_those_of_a_full_sort(share, k):
-    rng, size = np.random.default_rng(k), 30_000  # many blocks of the search, the last one not whole
+    rng, size = np.random.default_rng(k), 30_000  # many blocks of the search, and a part of one
     postings = [np.flatnonzero(rng.random(size) < share) for _ in range(3)]
     docs = np.concatenate(postings).astype(np.int32)
     damping = rng.choice(np.float32([1.1, 1.2, 1.3]), len(docs))  # so that many scores are equal
