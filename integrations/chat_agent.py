@@ -9,8 +9,8 @@
             RUN/answers.results_MODEL.jsonl: each answer as it comes, and none is asked for again
 
 At each step the chat model answers M times, QNet scores the answers, and the best one is taken. The other methods are
-those of q_search.py too: the model alone (greedy, sample), the best of N episodes, and a random one of M answers.
-`python -m integrations.chat_trees` grows the trees from which such a QNet learns.
+those of q_search.py too: the model alone (greedy, sample), the best of N episodes, and one of M distinct answers by
+chance. `python -m integrations.chat_trees` grows the trees from which such a QNet learns.
 
 An answer is what stands behind `</think>`, up to an observation that the model has invented (integrations/answers.py
 finds its action). --examples puts demonstrations in front of the task, as in ReAct (arXiv 2210.03629): training tasks

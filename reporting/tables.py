@@ -53,8 +53,8 @@ def greedy_of(group: Group, groups: Sequence[Group]) -> Group | None:
 
 def nearest(group: Group, groups: Sequence[Group]) -> Group | None:
     """The best-of-N by QNet whose tokens are nearest to the group's, if there is one."""
-    c, cost = group.condition, group.mean("total")
-    rivals = [b for b in groups if b.condition == replace(c, method="best_of_n", M=1, N=b.condition.N, select="q")]
+    best, cost = replace(group.condition, method="best_of_n", M=1, select="q", player=""), group.mean("total")
+    rivals = [b for b in groups if b.condition == replace(best, N=b.condition.N)]
     return min(rivals, key=lambda rival: abs(rival.mean("total") - cost), default=None)
 
 
@@ -65,10 +65,11 @@ def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
         own = c.method not in METHODS
         rivals: list[Group | None] = []
         if own or c.method == "qlass":
-            samples = replace(c, method="best_of_n", M=1, N=c.M * c.N, select="q")
-            rivals = [peer(replace(c, method="likeliest"), groups), nearest(a, groups), peer(samples, groups)]
+            usual = replace(c, player="")  # a method of one's own may have one
+            samples = replace(usual, method="best_of_n", M=1, N=c.M * c.N, select="q")
+            rivals = [peer(replace(usual, method="likeliest"), groups), nearest(a, groups), peer(samples, groups)]
         if own:
-            rivals.append(peer(replace(c, method="qlass"), groups))
+            rivals.append(peer(replace(usual, method="qlass"), groups))
         rivals += [b for b in groups if b.condition.label < c.label and replace(b.condition, label=c.label) == c]
         yield from ((a, b) for b in dict.fromkeys(filter(None, rivals)))
 

@@ -99,18 +99,20 @@ def test_the_differences_by_hand(tmp_path):
     assert table["QLASS [target avg] M=2", "QLASS M=2"]["difference [95 %]"] == "+0.000 [+0.000, +0.000]"
 
 
-def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_their_cost(tmp_path):
+@pytest.mark.parametrize("player", ["", "untried"])
+def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_their_cost(player, tmp_path):
     played = "qlass 2 1 152, qlass 4 1 999, likeliest 2 1 99, vote 2 1 100"
     played += ", best_of_n 1 2 140, best_of_n 1 3 150, best_of_n 1 8 999"
     records = []
     for method, m, n, cost in map(str.split, played.split(", ")):
         row = {"method": method, "M": int(m), "N": int(n), "select": "q" if n > "1" else ""}
+        row["player"] = player if method == "vote" else ""
         records += [row | {"task_id": task, "tokens": {"generated": int(cost)}} for task in "ab"]
     met: dict[str, list] = {}
     for a, b in differences(groups_in(tmp_path, records)):
         met.setdefault(a, []).append(b.removeprefix("best-of-N, picked by QNet "))
     assert met["QLASS M=2"] == ["search by log-probability M=2", "N=3", "N=2"]
-    assert met["vote M=2"] == ["search by log-probability M=2", "N=2", "QLASS M=2"]
+    assert met[f"vote{player and ': '}{player} M=2"] == ["search by log-probability M=2", "N=2", "QLASS M=2"]
 
 
 def test_the_headline_is_about_the_tasks_that_all_have_played(tmp_path):

@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import json
 import re
 import shlex
 import shutil
@@ -215,6 +216,8 @@ def test_stages_know_the_flags_that_pages_name(page):
     for line in re.findall(r"^ *(?:\w+=\S+ )*python ((?:-m (?:docs|\w+\.\w+|reporting)|\w+\.py).*)$", text, re.M):
         command = shlex.split(Template(line).safe_substitute(variables), comments=True)
         parsed(*command[command[0] == "-m" :])
+    for body in re.findall("--body '(.*?)'", text, re.DOTALL):
+        json.loads(body)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
