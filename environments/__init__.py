@@ -8,7 +8,6 @@ import qlass as qlass  # first: it says in one line which package is missing
 # isort: split
 import contextlib
 import difflib
-import hashlib
 import importlib
 import inspect
 import json
@@ -22,6 +21,7 @@ import gymnasium
 from environments import check
 from qlass import UserError
 from qlass.environment import TextEnv
+from qlass.inputs import fingerprint
 from qlass.records import as_user_error
 from qlass.settings import Run
 
@@ -84,17 +84,6 @@ def contents_of(kind: Callable, options: dict[str, Any]) -> dict[str, str]:
         name: Path(value) for name, value in options.items() if isinstance(value, str) and value and name not in words
     }
     return {name: fingerprint(path) for name, path in paths.items() if path.exists()}
-
-
-def fingerprint(path: Path) -> str:
-    """A hash of a file's content or, as a folder may hold gigabytes, of the names and sizes of its files. What is
-    hidden in a folder does not count."""
-    if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    files = sorted(file for file in path.rglob("[!.]*") if file.is_file())
-    files = [file for file in files if "/." not in f"/{file.relative_to(path).as_posix()}"]
-    listing = "".join(f"{os.path.relpath(file, path)} {file.stat().st_size}\n" for file in files)
-    return hashlib.sha256(listing.encode()).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------- environments by their names

@@ -6,6 +6,7 @@ No torch here, so that bellman.py starts at once.
 import functools
 import hashlib
 import importlib
+import os
 import shlex
 from collections.abc import Iterator
 from functools import partial
@@ -98,6 +99,10 @@ def changes(output: Path) -> Iterator[str]:
     now = settings_in(file, recipe["stage"], recipe.get("lora")) if old else {}
     for name, value in now.items():
         edited = name in old and value != old[name]
+        if name == "env_option":  # files of another place that are the same
+            value = [word for word in value if not same_files(word, recipe.get("env_files", {}))]
+        elif name == "model" and Path(value).exists():
+            value = sha256(Path(value))
         if edited and name in recipe and value != recipe[name]:
             difference = f"was made with {name} {recipe[name]}, and {file} says {value} now"
             yield f"{output} {difference}: make it again"
@@ -108,7 +113,25 @@ def changes(output: Path) -> Iterator[str]:
             yield from changes(path)
 
 
+def same_files(word: str, files: dict[str, str]) -> bool:
+    """True if an option NAME=PATH names what `files` has the fingerprint of, or a cache."""
+    name, _, value = word.partition("=")
+    path = Path(value).expanduser()
+    return name == "cache" or (path.exists() and fingerprint(path) == files.get(name))
+
+
 # ------------------------------------------------------------------------------ content of an input
+
+
+def fingerprint(path: Path) -> str:
+    """A hash of a file's content or, as a folder may hold gigabytes, of the names and sizes of its
+    files. What is hidden in a folder does not count."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    files = sorted(file for file in path.rglob("[!.]*") if file.is_file())
+    files = [file for file in files if "/." not in f"/{file.relative_to(path).as_posix()}"]
+    listing = "".join(f"{os.path.relpath(file, path)} {file.stat().st_size}\n" for file in files)
+    return hashlib.sha256(listing.encode()).hexdigest()[:16]
 
 
 def sha256(path: Path) -> str:

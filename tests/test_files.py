@@ -1,6 +1,7 @@
 """Outputs: of one writer, whole or absent, resumed wherever they were stopped; how a command ends."""
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import re
@@ -18,8 +19,8 @@ from hypothesis import strategies as st
 from tqdm import tqdm
 
 from qlass import UserError, demonstrations, files, outputs
-from qlass.files import parts_folder, read_jsonl
-from qlass.inputs import find_or_make
+from qlass.files import meta_path, parts_folder, read_jsonl, write_json
+from qlass.inputs import changes, find_or_make, fingerprint, sha256
 from qlass.outputs import Output
 from qlass.settings import FITS, Run, read_settings, run_stage, workload, write_settings
 
@@ -200,6 +201,25 @@ def test_what_was_not_named_is_made_by_the_flags_of_the_run(tmp_path, monkeypatc
         assert [call.args[0] for call in make.call_args_list] == [of_run] * told
         assert ("is missing: making it with python bellman.py --run" in capsys.readouterr().out) == told
     assert labels.read_bytes() == WHOLE
+
+
+@pytest.mark.parametrize("named", ["env_option", "model"])
+def test_data_and_a_model_may_be_moved_and_what_changed_in_them_is_told(named, tmp_path):
+    old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "sft"
+    old.mkdir()
+    (old / "config.json").write_text("one")
+    value, other = ([f"data={old}"], [f"data={new}"]) if named == "env_option" else (str(old), str(new))
+    content = {"env_option": [], "env_files": {"data": fingerprint(old)}, "model": sha256(old)}
+    write_settings(flags("--run", str(tmp_path)))
+    settings = tmp_path / "settings.toml"
+    settings.write_text(re.sub(f"^{named} = .*", f"{named} = {json.dumps(other)}", settings.read_text(), flags=re.M))
+    meta = {"recipe": {"stage": "sft"} | content, "settings": {named: value}, "inputs": {}}
+    write_json(meta_path(out), meta)
+    old.rename(new)
+    assert not list(changes(out))
+    (new / "config.json").write_text("other")
+    (told,) = changes(out)
+    assert told.startswith(f"{out} was made with {named} ")
 
 
 @pytest.mark.parametrize(("platform", "memory_mb"), [("linux", 3072), ("darwin", 3)])  # of 1,024 bytes; of one

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import envs
 from data import make_webshop
-from environments import fingerprint
 from environments.webshop import catalogue, engine, search, store
 from qlass import UserError
+from qlass.inputs import fingerprint
 from qlass.settings import Sampling
 
 
