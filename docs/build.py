@@ -8,15 +8,16 @@ The lake's lines are of the commands that the page shows, and of
         grep -E '"task_id": "4x4/(12|03)"' runs/lake/$file.jsonl > docs/walkthrough/lake/$file.jsonl
     done
 
-The purchase's are of `make demo`, of a task in which four steps have a choice:
-
-    grep '"task_id": "4342"' runs/demo/results.jsonl | grep -E '"greedy"|"qlass", "M": 4' \
-        >> docs/walkthrough/shop/results.jsonl
-
-The shop's others are of a search on the tasks of the trees, and of the first loop for "3115", without `expert`:
+The shop's are of `make demo`, of a search on the tasks of the trees, and of the first loop for "3115", without `expert`
+(its results are in `results-train.jsonl`):
 
     python q_search.py --env webshop --run runs/demo --split train --limit 1000 --method greedy qlass -M 4 \
         --out runs/demo/results-train.jsonl
+
+The purchase's stand below them, of a task in which four steps have a choice:
+
+    grep '"task_id": "4342"' runs/demo/results.jsonl | grep -E '"greedy"|"qlass", "M": 4' \
+        >> docs/walkthrough/shop/results.jsonl
 
 docs/report.html is the report of the trained run, by README's command and a second one:
 

@@ -193,12 +193,17 @@ def everything(env: envs.TextEnv, config: Config) -> list[Method]:
     once = dataclasses.replace(config, N=())
     widest = dataclasses.replace(once, M=(max(config.M),))
     plan = []
+
+    def has(name: str) -> bool:  # a class of one's own may lack it
+        return getattr(type(env), name) is not getattr(envs.TextEnv, name)
+
+    missing = {"oracle": not (has("oracle") or has("expert")), "expert": not has("expert")}
     for name in ("oracle", "expert", "rule", "greedy", "sample"):
-        plan += methods_named(name, env, once)
+        plan += [] if missing.get(name) else methods_named(name, env, once)
     for by in ("q", "oracle"):
         plan += methods_named("best_of_n", env, dataclasses.replace(once, select=by))
     plan += methods_of("random", widest)
-    if type(env).optimal_value is not envs.TextEnv.optimal_value:
+    if has("optimal_value"):
         plan += methods_named("oracle_step", env, widest)
     plan += methods_of("qlass", once)
     if not config.server:  # which does not tell the pi(a | s) of its draws

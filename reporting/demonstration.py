@@ -1,7 +1,7 @@
 """A demonstration as the model sees it, the actions that are read from it, and what replaying them earns.
 
     python -m reporting.demonstration --env webshop --expert FILE                    # by the tiny model's tokenizer
-    python -m reporting.demonstration --env webshop --expert FILE --tokenizer NAME   # of a HuggingFace name or folder
+    python -m reporting.demonstration --env webshop --expert FILE --tokenizer FOLDER # of another model
 
     reads   --expert, or RUN/expert.jsonl; without --tokenizer that of RUN/sft, if it is there
 

@@ -65,6 +65,8 @@ def test_all_is_the_comparison_of_all_methods(monkeypatch):
     assert list(map(str, plan("--method", "all", "qlass", "-M", "2"))) == list(map(str, plan("-M", "2")))  # each once
     monkeypatch.setattr(FakeEnv, "omniscient", True)  # its expert knows more than the pages
     assert plan("--method", "expert", "oracle") == [Player("oracle")]
+    monkeypatch.delattr(FakeEnv, "expert")  # as a class of one's own may
+    assert not {"oracle", "expert"} & {str(method) for method in plan("-M", "2")}
 
 
 def test_every_method_leaves_a_line_for_each_task(search, capsys):
