@@ -272,8 +272,8 @@ def save(qnet: QNet, folder: Path, config: Config, adapter: Any, tree: list[Pair
 
 
 def learn(config: Config, loss_of: Loss = pack_loss) -> None:
-    """Train a QNet on labels. loss_of: the sum of a loss over the pairs of some packs, ();
-    docs/own_loss.py has another one."""
+    """Train a QNet on labels. loss_of: a function, by its name in the recipe: the sum of a loss
+    over the pairs of some packs, (); docs/own_loss.py has another one."""
     labels = find_or_make(config.labels, "bellman", "q_labels.jsonl", config)
     sft = find_agent(config)
     if config.plain and config.rank_weight and files.rank_and_size()[1] > 1:

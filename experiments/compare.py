@@ -29,7 +29,7 @@ from q_search import Episode, Method, Step, methods_of
 from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering
-from qlass.files import meta_of
+from qlass.files import begun_meta, read_meta
 from qlass.messages import State, parse_action, react, start, step
 from qlass.results import describe
 from qlass.settings import read_settings, run_stage, workload
@@ -224,7 +224,7 @@ def settings_of(argv: list[str] | None) -> Config:
 
 def main(argv: list[str] | None = None) -> None:
     config = settings_of(argv)
-    old = {} if config.overwrite else meta_of(config.path)["recipe"]  # q_search.py's lacks these settings
+    old = {} if config.overwrite else read_meta(begun_meta(config.path))["recipe"]  # q_search.py's lacks these settings
     for name in ("distinct", "paraphrase_server"):
         if old and (old.get(name) or None) != (getattr(config, name) or None):
             raise UserError(f"{config.path}: has lines of another {name}, of like names: another --out keeps both")

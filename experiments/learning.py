@@ -196,8 +196,10 @@ def learn(
         mark = meta.get("fingerprint")  # of the best agent so far
         if state.exists() and not config.overwrite:
             lines = learner.resume(state)
-        elif log.exists() and not config.overwrite:  # else the agent as it comes would replace the best one
-            raise UserError(f"{state}: is missing, so {config.name} can't go on: --overwrite starts again")
+        elif log.exists() and not config.overwrite:
+            lines = files.read_jsonl(log)
+            if not over():  # the agent as it comes would replace the best one
+                raise UserError(f"{state}: is missing, so {config.name} can't go on: --overwrite starts again")
         if len(lines) > 1 and lines[-2][unit] >= config.budget:  # its best agent may have cost more
             raise UserError(f"{folder}: {lines[-1][unit]:,} {unit} are spent: raise --budget, or give another --name")
         while not lines or not over():

@@ -56,6 +56,8 @@ def figures(paths: list[Path]) -> Iterator[str]:
     yield f"| success [95 %] | games | first | at least two of {len(paths)} | any of {len(paths)} (oracle) |"
     yield "|---|---|---|---|---|"
     for method, rows in lines.groupby("method", sort=False):
+        if missing := {*map(str, paths)} - {*rows["file"]}:
+            raise UserError(f"{min(missing)}: has no {method}, which another file has")
         won = rows.pivot(index="task_id", columns="file", values="success")[list(map(str, paths))]
         won = won.dropna().astype(float)
         times = won.sum(axis=1)

@@ -74,11 +74,10 @@ def main(argv: list[str] | None = None) -> None:
     qnet = qnet_of(config.qnet)
     with as_user_error(config.sft):
         weights = hf.AutoModelForCausalLM.from_pretrained(config.sft, dtype="auto", trust_remote_code=False)
-    with atomic(config.out) as draft:
+    with atomic(config.out) as draft, atomic(agent) as other:  # one alone would be refused at the next start
         qnet.save_pretrained(draft)
-    with atomic(agent) as draft:
-        weights.save_pretrained(draft)
-        chat_of(config.sft).save(draft)
+        weights.save_pretrained(other)
+        chat_of(config.sft).save(other)
 
 
 if __name__ == "__main__":

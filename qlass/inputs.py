@@ -95,10 +95,12 @@ def changes(output: Path) -> Iterator[str]:
     for each setting that was edited since."""
     meta, file = meta_of(output), output.with_name("settings.toml")
     recipe, old = meta["recipe"], meta.get("settings", {})
-    # Without old ones the file may be anybody's.
-    now = settings_in(file, recipe["stage"], recipe.get("lora")) if old else {}
+    now, plain = {}, {}
+    if old:  # else the file may be anybody's
+        now = settings_in(file, recipe["stage"], recipe.get("lora"))
+        plain = settings_in(file, recipe["stage"])  # old ones may lack those of LoRA
     for name, value in now.items():
-        edited = name in old and value != old[name]
+        edited = name in old and old[name] not in (value, plain.get(name))
         if name == "env_option":  # files of another place that are the same
             value = [word for word in value if not same_files(word, recipe.get("env_files", {}))]
         elif name == "model" and Path(value).exists():

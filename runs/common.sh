@@ -3,8 +3,8 @@
 # `ENVS` of environments or a number of SEEDS takes them as arguments.
 # Run a stopped script again: finished stages are kept, the others resume.
 # SEED=1 RUN=runs/webshop-seed1 bash runs/demo.sh for another seed; PYTHON=... for another Python; EPOCHS=8 for a longer
-# training of QNet; PROCESSES=4 for trees and results by four processes; RANK_WEIGHT=0 for the paper's QNet; IN=FOLDER for
-# the run folders of shops elsewhere than in runs.
+# training of QNet; PROCESSES=4 for trees and results by four processes (not in paper.sh); RANK_WEIGHT=0 for the paper's
+# QNet; IN=FOLDER for the run folders of shops elsewhere than in runs.
 # All scripts run under bash 3.2, which macOS has: an empty array is an error there under `set -u`, so no script sets it.
 [ "$1" != --help ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
 fail() { echo "error: $1 (bash runs/$(basename "$0") --help)" >&2 && exit 2; }

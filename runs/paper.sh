@@ -40,7 +40,7 @@ read -ra fits <<< "${FITS:---gradient-checkpointing --lora 16}"
 read -ra play <<< "$PLAY"
 sft=(--model "$MODEL" "${fits[@]}")
 trees=("${play[@]}")  # of all tasks that were cloned (of ALFWorld's games a tenth is the split "val")
-qnet=("${fits[@]}")
+qnet=("${fits[@]}" "${qnet[@]}")
 searches=("${play[@]}") M=(2) N=(2 4 6)
 
 begin() {  # ENVIRONMENT FLAG...: a run folder of the experiment

@@ -134,6 +134,14 @@ def test_a_state_that_lacks_a_weight_is_refused(train, tmp_path):
         train(tree_grpo, "run", 99)
 
 
+def test_without_its_state_a_learner_that_is_done_is_done_and_another_is_refused(train, tmp_path):
+    last = train(tree_grpo, "run", 50)[-1]
+    (tmp_path / "run" / "sft-x.resume.safetensors").unlink()
+    assert train(tree_grpo, "run", 50)[-1] == last
+    with pytest.raises(UserError, match="is missing, so x can't go on: --overwrite starts again"):
+        train(tree_grpo, "run", 9999)
+
+
 def test_an_agent_learns_without_dropout(tmp_path):
     """What is trained are the probabilities by which it was drawn."""
     folder = save_agent(tmp_path / "agent", options={"attention_dropout": 0.9})

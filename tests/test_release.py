@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -142,6 +143,23 @@ def test_what_is_no_qnet_of_the_release_is_refused_by_key(change, reason):
         qlass_release.main(["release/Q", "--sft", "release/agent", "--out", "run/qnet"])
     assert "\n" not in str(error.value) and str(error.value).startswith(str(file))
     assert not Path("run/qnet").exists() and not Path("struck").exists()
+
+
+def test_a_stopped_conversion_leaves_nothing_that_would_be_refused(monkeypatch):
+    publish("llama-3", Path("release"))
+    argv = ["release/Q", "--sft", "release/agent", "--out", "run/qnet"]
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
+        patch.setattr(hf.LlamaForCausalLM, "save_pretrained", Mock(side_effect=OSError("No space left on device")))
+        qlass_release.main(argv)
+    qlass_release.main(argv)
+
+
+def test_a_method_that_a_file_lacks_has_no_figures():
+    line = {"env": "alfworld", "task_id": "a", "reward": 1.0, "success": True, "tokens": {}, "block": "a"}
+    for n, methods in enumerate((["sample", "qlass"], ["qlass"])):
+        Path(f"results-{n}.jsonl").write_text(dump([line | {"method": method} for method in methods]))
+    with pytest.raises(UserError, match=r"^results-1\.jsonl: has no sample, which another file has$"):
+        qlass_evaluation.main(["results-0.jsonl", "results-1.jsonl"])
 
 
 def test_figures_of_three_episodes(capsys):
