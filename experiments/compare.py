@@ -1,7 +1,7 @@
 """All methods side by side: those of q_search.py, the environment's own players, and oracles, which see the reward.
 
-    python -m experiments.compare --env webshop --skip 400 --limit 0    # --method all
-    python -m experiments.compare --env webshop --skip 400 --method greedy qlass -M 2 4
+    python -m experiments.compare --env webshop --limit 0    # --method all
+    python -m experiments.compare --env webshop --method greedy qlass -M 2 4
 
     rule, expert, oracle   the environment's own players: a rule without learning; the expert; one that knows all
     oracle_step            of M candidates the one behind which most can be reached (TextEnv.optimal_value)

@@ -50,7 +50,8 @@ been played.
 - **‡** is not computed here: git has neither the rewards nor the gains of its units.
 - **Names.** A condition is a method, M or N, and what is not the usual agent or QNet. `likeliest` searches by the
   agent's own probability, `text_likelihood`, which this code no longer has, by that of the free text, which a tiny
-  agent does not act by (text_likelihood.csv). `grpo` is
+  agent does not act by (text_likelihood.csv), `oracle_belief`, which it has no longer either, with the hidden state
+  drawn anew. `grpo` is
   chain GRPO, `eto` is ETO against the expert, and `eto-siblings` is ETO on siblings. An *old QNet* is of the cloned
   agent's trees, an *own QNet* is of the learner's.
 """
@@ -187,7 +188,10 @@ def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
 def head(plans: pd.DataFrame) -> str:
     """The plan of a set of families: its place, its units, what changed later, and the pages that state it."""
     planned = plans[plans["planned"] != ""].itertuples()
-    lines = [f"Planned: {plan.settings}, {plan.date}, {plan.planned} {plan.unit}." for plan in planned]
+    lines = [
+        f"Planned{plan.plan and ' at '}{plan.plan}: {plan.settings}, {plan.date}, {plan.planned} {plan.unit}."
+        for plan in planned
+    ]
     lines += [change for change in plans["changes"] if change not in ("", "as above")]
     lines += [f"Stated: {source}." for source in plans["source"] if source]
     return " ".join(dict.fromkeys(lines))
@@ -207,12 +211,12 @@ def page(plans: pd.DataFrame, results: pd.DataFrame) -> Iterator[str]:
 
 
 def unit_rows(folders: Sequence[Path]) -> pd.DataFrame:
-    """Rows of results.csv but for the split: each condition in each run folder, a unit, and over all of them."""
+    """Rows of results.csv but for the split, which stands behind the environment if it is not test: each condition in
+    each run folder, a unit, and over all of them."""
     rows = []
     for folder in folders:
-        unit = folder.name.rpartition("-")[2].removeprefix("seed")
         for group in read_results(result_files([str(folder)])):
-            c = group.condition
+            c, unit = group.condition, str(group.episodes["seed"].iloc[0])
             method = f"{c.method}: {c.player}".removesuffix(": ")
             condition = [c.env, c.label or "cloned", method, c.M or 1, c.N or 1, c.select or ""]
             reward, *costs = map(group.mean, ("reward", *COSTS))

@@ -4,14 +4,15 @@
 # played first, in all shops, each on 400 test tasks.
 #   bash runs/judges.sh [SEED ...]              (default: 181 to 196)
 #   bash runs/judges.sh --beside [SEED ...]     what is not planned, once the plan is played: other M, second trainings, and in
-#                                               shops 181 to 185 other judges    (default: 181 to 196)
+#                                               shops 181 to 185 other judges, one of them the next shop's QNet, which
+#                                               must be there    (default: 181 to 196)
 #   bash runs/judges.sh --free [SEED ...]       not planned: the agent writes its actions    (default: 181 to 185)
 #   bash runs/judges.sh --pilot [SEED ...]      demonstrators who err (experiments.demonstrators --kind halves) and an agent of
 #                                               three epochs, on validation tasks: eight ways to grow trees and to play, of
 #                                               which the best is to be that of --halves    (default: 207 208)
 #   bash runs/judges.sh --halves [SEED ...]     the same on test tasks, beside cloning from the best paid, and RFT from the
 #                                               same trees    (default: 197 to 206)
-#   KIND=mixed bash runs/judges.sh --halves 197 198 199 200 201    other demonstrators: mixed, noisy
+#   KIND=mixed bash runs/judges.sh --halves 197 198 199 200 201    mixed, or noisy with agents of one epoch
 # The judges: QNets on Q-values with rank weight (rank) and by Eq. 11 (all); on these values permuted among siblings (placebo);
 # on labels of imitation; on Q-values of trees without demonstrations (alone); and the agent cloned for three epochs (longer).
 # Beside them stand an agent of five epochs, which has as many training tokens as agent and QNet, and best-of-4 by `rank`.
@@ -87,13 +88,13 @@ beside() {
     judges again 6 -- "qnet=$RUN/qnet-rank-again" "agent=$RUN/sft-longer-again"
 }
 others() {  # judges in the first shops alone
+    # The QNet of the next shop, or of the first, under a name of its own.
+    mkdir -p "$RUN/qnet-other"
+    cp "${IN:-runs}/judges-$((SEED < 185 ? SEED + 1 : 181))/qnet-rank/"* "$RUN/qnet-other"
     another_qnet last --rank-weight 0
     qnet_of mc mc
     stage -m experiments.tree_grpo "${common[@]}" --run "$RUN" --val 200 --budget 400000 --rounds 0 -M 4 --name grpo
     variant grpo "$agent, chain GRPO" --method greedy --sft "$RUN/sft-grpo"
-    # The QNet of the next shop, or of the first, under a name of its own.
-    mkdir -p "$RUN/qnet-other"
-    cp "${IN:-runs}/judges-$((SEED < 185 ? SEED + 1 : 181))/qnet-rank/"* "$RUN/qnet-other"
     judges others 6 -- "qnet=$RUN/qnet-rank" "qnet=$RUN/qnet-last" "qnet=$RUN/qnet-mc" "qnet=$RUN/qnet-other" \
         "gain=$RUN/sft-grpo,$RUN/sft" "agent=$RUN/sft-grpo" vote chance true_value
 }
@@ -146,7 +147,7 @@ halves() {
     clone_again tree --method tree
     variant agent "$agent" --method greedy sample
     judges judges 2 6 -- "qnet=$RUN/qnet-rank" "qnet=$RUN/qnet-all" "qnet=$RUN/qnet-imitation"
-    variant best-paid "cloned from the best paid" --method greedy --sft "$RUN/sft-best"
+    variant best-paid "cloned from the best paid, $kind" --method greedy --sft "$RUN/sft-best"
     variant tree "$agent, and from the trees' best" --method greedy --sft "$RUN/sft-tree"
     best_of 6
 }

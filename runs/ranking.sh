@@ -12,6 +12,7 @@ MAP=${MAP:-lakes2} RANK_WEIGHT=
 of_hundred
 no_flags "$@"
 tasks+=(--limit 400) sizes=(4) episodes=(4 8) world=yes
+agent="cloned${HALF:+, half of the demonstrations}"
 rank=4 net=("${qnet[@]}")  # chosen, with --distinct and M = 4, on validation tasks of WebShop's worlds 11 and 12
 case $ENV in
     webshop) sizes=(4 6) episodes=(4 10) ;;
@@ -28,11 +29,12 @@ for ((seed = 21; seed < 21 + SEEDS; seed++)); do
     learn_q "$RUN" "$RUN/sft"
     qnet=("${net[@]}" --rank-weight $rank)
     another_qnet rank
-    compare --method greedy sample likeliest oracle_step -M "${sizes[@]}" --out "$RUN/results-agent.jsonl"
-    paper=(--qnet "$RUN/qnet") new=(--qnet "$RUN/qnet-rank" --label rank)
+    compare --label "$agent" --method greedy sample likeliest oracle_step -M "${sizes[@]}" --out "$RUN/results-agent.jsonl"
+    paper=(--qnet "$RUN/qnet" --label "$agent, QNet by Eq. 11")
+    new=(--qnet "$RUN/qnet-rank" --label "$agent, QNet with rank weight")
     search "${paper[@]}" --method qlass -M "${sizes[@]}" --out "$RUN/results-paper.jsonl"
-    compare "${new[@]}" --method qlass -M 4 --distinct --out "$RUN/results-rank.jsonl"
-    search "${new[@]}, draws as they are" --method qlass -M "${sizes[@]}" --out "$RUN/results-rank-plain.jsonl"
+    compare "${new[@]}, distinct draws" --method qlass -M 4 --distinct --out "$RUN/results-rank.jsonl"
+    search "${new[@]}" --method qlass -M "${sizes[@]}" --out "$RUN/results-rank-plain.jsonl"
     search "${paper[@]}" --method best_of_n -N "${episodes[@]}" --out "$RUN/results-paper-best.jsonl"
     search "${new[@]}" --method best_of_n -N "${episodes[@]}" --out "$RUN/results-rank-best.jsonl"
     runs+=("$RUN")

@@ -6,7 +6,8 @@
 #   bash runs/smollm2.sh [frozenlake|alfworld|webshop] [FLAG...]     (default: frozenlake; alfworld plays bundled games)
 #   bash runs/smollm2.sh alfworld --env-option data=DIR         real games; of webshop: real products
 # A stopped script resumes when it is run again. PRECISION=bf16 where the cores have bf16 arithmetic (AMX, AVX512-BF16).
-# MODEL=FILE.gguf or a checkpoint for another model. MAP=lakes2 for FrozenLake's other lakes.
+# MODEL=FILE.gguf or a checkpoint for another model. MAP=lakes2 for FrozenLake's other lakes. results.csv names its rows by
+# hand.
 set -eo pipefail
 ENV=frozenlake ENVS="webshop alfworld frozenlake" RUN_PREFIX=smollm2-
 . "$(dirname "$0")/common.sh"

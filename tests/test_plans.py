@@ -105,9 +105,10 @@ def test_rows_of_run_folders(tmp_path):
         steps.append({"action": f"Thought: {n}\nAction: {action}", "observation": page})
     line = {"task_id": "a", "env": "lake", "method": "qlass", "M": 2, "player": "untried first", "steps": steps}
     for unit, reward in (("4", 0.2), ("5", 0.4), ("6", 0.9)):
-        folder = tmp_path / f"run-{unit}"
+        folder = tmp_path / f"run-{unit}{unit}"  # whatever its name
         folder.mkdir()
-        (folder / "results.jsonl").write_text(dump([line | {"reward": reward, "tokens": {"prompt": 7}}]))
+        own = {"seed": int(unit), "reward": reward, "tokens": {"prompt": 7}}
+        (folder / "results.jsonl").write_text(dump([line | own]))
         (folder / "results.meta.json").write_text(json.dumps({"recipe": {}, "inputs": {}, "commit": f"abcdef{unit}"}))
     table = plans.unit_rows(sorted(tmp_path.iterdir())).set_index("seed")
     assert list(table.index) == ["all", "4", "5", "6"]

@@ -154,6 +154,17 @@ def test_scripts_of_older_rows_do_not_follow_the_preset_of_the_demo(stages, call
     assert agent.run != settings.default_run("webshop")
 
 
+@pytest.mark.parametrize(("kind", "epochs"), [("halves", 3), ("mixed", 3), ("noisy", 1)])
+def test_each_kind_of_demonstrators_has_agents_and_labels_of_its_own(kind, epochs, stages):
+    calls = stages("judges.sh", "--halves 197", KIND=kind)
+    assert {config.kind for config in calls["experiments.demonstrators"]} == {kind}
+    agents = {config.out.name: config.epochs for config in calls["sft.py"] if config.out}
+    assert [config.epochs for config in calls["sft.py"] if not config.out] == [epochs]
+    assert agents["sft-tree"] == epochs and agents["sft-best"] == -(-5 * epochs // 2)
+    plays = [config for config in calls["q_search.py"] if config.split == "test"]
+    assert plays and all(kind in config.label for config in plays)
+
+
 def test_the_preset_of_the_demo_has_the_settings_of_the_rows_of_one_epoch(stages):
     calls = stages("cloned.sh", "--one-epoch 171")
     names = {
