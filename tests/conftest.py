@@ -11,6 +11,7 @@ from hypothesis import settings
 import build_trees
 from data import make_alfworld
 from qlass.files import read_jsonl, warn
+from qlass.inputs import hash_of
 from train_qnet import QNet
 
 torch.set_num_threads(1)
@@ -18,6 +19,9 @@ settings.register_profile("same everywhere", derandomize=True, deadline=None)  #
 settings.load_profile("same everywhere")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the promises on equal files are for float32
 os.environ.pop("ALFWORLD_DATA", None)  # the bundled games
+for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # of a hook that runs the tests
+    os.environ.pop(name, None)
+os.environ |= {"MPLBACKEND": "agg", "COLUMNS": "80", "no_proxy": "127.0.0.1"}
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +29,7 @@ def folder(tmp_path, monkeypatch):
     """Each test stands in a folder of its own, and is warned anew."""
     monkeypatch.chdir(tmp_path)
     warn.cache_clear()
+    hash_of.cache_clear()  # a path, or a time of whole seconds, may come again
 
 
 @pytest.fixture

@@ -559,6 +559,7 @@ class FastLoop(asyncio.SelectorEventLoop):
 
 
 def free_port() -> str:
+    """A port below those that systems give to others."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind(("127.0.0.1", 20000 + int.from_bytes(os.urandom(2)) % 12000))
         return str(free.getsockname()[1])

@@ -237,7 +237,8 @@ PEOPLE = ["Put the washed fruit away", "put a hot apple in countertop."]
 @pytest.mark.parametrize("sentence", [*PEOPLE, "Place a clean apple on the countertop."])
 def test_a_task_in_an_annotators_words_is_played_for_the_goal_and_without_thoughts(made, tmp_path, sentence):
     game = kitchen(APPLE, task=2)
-    ours = next(p for p in made.rglob("game.tw-pddl") if "pick_clean" in str(p)).read_text()
+    games = (p for p in made.rglob("game.tw-pddl") if "pick_clean" in str(p) and "Apple-None-CounterTop" not in str(p))
+    ours = min(games).read_text()
     write(tmp_path, clean=re.sub(r"(?<=Your task is to: )[^\"\\]+", sentence, ours))
     env = envs.make("alfworld", data=tmp_path)
     _, info = env.reset(options={"task_id": env.task_ids("all")[0]})

@@ -46,8 +46,8 @@ def lines(path: Path) -> list[dict]:
 def lake(tmp_path_factory) -> Path:
     """Where the five scripts were run with their defaults, one after the other."""
     folder = tmp_path_factory.mktemp("lake")
-    for stage in STAGES:
-        assert "missing" not in python(f"{ROOT}/{stage}.py {LAKE}", folder)  # each finds what the one before it left
+    for stage in STAGES:  # each finds what the one before it left
+        assert "missing" not in python(f"{shlex.quote(str(ROOT))}/{stage}.py {LAKE}", folder)
     return folder / "runs" / "frozenlakeenv"
 
 
@@ -106,10 +106,10 @@ def test_killed_stages_complete_the_same_files(tmp_path, monkeypatch):
         processes[-1].join(rng.random() * seconds)
         processes[-1].kill()
         for process in processes:
-            process.join()
+            process.join(600)
             assert process.exitcode in (0, -signal.SIGKILL)  # and not refused
         last = fork(main, argv, killed)
-        last.join()
+        last.join(600)
         assert last.exitcode == 0
         one, other = (folder / "run" / STAGES[stage] for folder in (whole, killed))
         assert contents(one) == contents(other) if one.is_dir() else lines(one) == lines(other)
@@ -134,7 +134,7 @@ def test_plain_needs_neither_the_fast_engine_nor_a_server(tmp_path):
 
 def test_the_first_command_works_in_a_fresh_clone(agent, tmp_path):
     clone = tmp_path / "clone"
-    if subprocess.run(["git", "clone", "-q", ROOT, clone]).returncode:
+    if not shutil.which("git") or subprocess.run(["git", "clone", "-q", ROOT, clone]).returncode:
         pytest.skip("not a clone")
     run = clone / "runs" / "webshop"
     shutil.copytree(agent, run / "sft")

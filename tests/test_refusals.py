@@ -11,6 +11,7 @@ import pytest
 from fakes import dump, node
 
 from qlass.files import warn
+from qlass.inputs import hash_of
 from qlass.messages import State
 from qlass.settings import run_stage
 
@@ -53,6 +54,7 @@ def play(command: str, patch: pytest.MonkeyPatch) -> tuple[int, str]:
     said, code = [], 0
     patch.setattr("tqdm.tqdm.write", lambda text, file: said.append(text + "\n"))
     warn.cache_clear()
+    hash_of.cache_clear()
     module = importlib.import_module({"reporting": "reporting.__main__", "experiments.qval": QVAL}.get(name, name))
     try:
         run_stage(lambda: module.main(shlex.split(flags or "")))

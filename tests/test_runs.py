@@ -165,6 +165,12 @@ def test_each_kind_of_demonstrators_has_agents_and_labels_of_its_own(kind, epoch
     assert plays and all(kind in config.label for config in plays)
 
 
+def test_the_demo_grows_trees_in_four_processes_at_most(stages):
+    for processes, most in (("9", 4), ("3", 3)):
+        calls = stages("demo.sh", PROCESSES=processes)
+        assert len(calls["build_trees.py"]) == len(calls["experiments.compare"]) == most
+
+
 def test_the_preset_of_the_demo_has_the_settings_of_the_rows_of_one_epoch(stages):
     calls = stages("cloned.sh", "--one-epoch 171")
     names = {
