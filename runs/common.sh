@@ -57,7 +57,7 @@ rows() {  # NAME SEED...: the rows for results.csv
     local name=$1 folders=() seed
     shift
     for seed in "$@"; do folders+=("${IN:-runs}/$name-$seed"); done
-    [ $# -lt 3 ] || stage -m reporting.plans --rows "${folders[@]}"
+    [ $# -lt 2 ] || stage -m reporting.plans --rows "${folders[@]}"
 }
 threads() {  # as many as cores are idle now: one that waits for a core keeps all the others waiting
     local a b i all=0

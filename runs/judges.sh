@@ -16,7 +16,7 @@
 # The judges: QNets on Q-values with rank weight (rank) and by Eq. 11 (all); on these values permuted among siblings (placebo);
 # on labels of imitation; on Q-values of trees without demonstrations (alone); and the agent cloned for three epochs (longer).
 # Beside them stand an agent of five epochs, which has as many training tokens as agent and QNet, and best-of-4 by `rank`.
-# Run it again after a stop: finished stages are kept, the others resume.
+# Run it again after a stop: trainings, trees and results that are there are kept, the others resume.
 set -eo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
