@@ -100,12 +100,13 @@ def changes(output: Path) -> Iterator[str]:
         now = settings_in(file, recipe["stage"], recipe.get("lora"))
         plain = settings_in(file, recipe["stage"])  # old ones may lack those of LoRA
     for name, value in now.items():
-        edited = name in old and old[name] not in (value, plain.get(name))
+        if not (name in old and name in recipe) or old[name] in (value, plain.get(name)):
+            continue  # nobody has edited it
         if name == "env_option":  # files of another place that are the same
             value = [word for word in value if not same_files(word, recipe.get("env_files", {}))]
         elif name == "model" and Path(value).exists():
             value = sha256(Path(value))
-        if edited and name in recipe and value != recipe[name]:
+        if value != recipe[name]:
             difference = f"was made with {name} {recipe[name]}, and {file} says {value} now"
             yield f"{output} {difference}: make it again"
     for name in meta["inputs"]:
