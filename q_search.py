@@ -148,7 +148,7 @@ class Method:
         if self.by == "q":
             return await Score(state, tuple(actions))  # Q(s, a), by QNet
         if self.by == "likelihood":  # log pi(a | s), with which the agent has drawn it
-            logprobs = {sample.text: sample.logprob for sample in samples}
+            logprobs = {sample.text: sample.logprob for sample in reversed(samples)}
             return [logprobs[action] for action in actions]
         if self.by == "chance":
             return list(uniforms(len(actions), "random", self.seed, *key))

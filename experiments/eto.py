@@ -7,7 +7,8 @@
 
     expert      the agent plays demonstrated tasks. Of the expert's trajectory and its own, the one that earns more is
                 preferred. Then the trained agent explores again
-    siblings    in a state of the exploration trees, the action with the highest q is preferred to each with a lower q
+    siblings    in a state of the exploration trees, the action with the highest q is preferred to each whose q
+                is lower by more than .05
 
 DPO (Rafailov et al. 2023) on the text of actions, as published, or on the choice among the valid ones, as in
 tree_grpo. The reference is the agent that made the pairs: the agent at the start of the iteration, or, for siblings,
@@ -91,7 +92,7 @@ def failures(
 
 
 def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Iterator[Preference]:
-    """Actions of one state, the best by q against each that is worse."""
+    """Actions of one state, the best by q against each that is worse by more than GAP."""
     for family in families(pairs_of(tree)):
         best = max(family, key=lambda pair: pair.q)
         worse = [pair.action for pair in family if best.q - pair.q > GAP]

@@ -14,10 +14,11 @@
 
 All judges see the draws of q_search.py --method qlass. A line of RUN/results-judges.jsonl has the method "judge" and,
 as `player`, the folder's name (of two AFTER-BEFORE), FILE.py:NAME or the word. The table shows each judge's reward, its
-difference from the first judge, the tokens (a judge's model is charged the candidates, once) and seconds of a task, and
-the share of pairs of siblings in held-out trees (RUN/q_labels.jsonl) that it ranks as their q: where the
-demonstration's action is the better one of the two, where it is the worse one, and where neither or both are the
-demonstration's. What is played is not played again, so a judge may come later.
+difference from the first judge, the tokens (a judge's model is charged the candidates, once, and not what else a score
+of experiments.qval asks) and seconds of a task, and the share of pairs of siblings in held-out trees
+(RUN/q_labels.jsonl) that it ranks as their q: where the demonstration's action is the better one of the two, where it
+is the worse one, and where neither or both are the demonstration's. What is played is not played again, so a judge may
+come later.
 """
 
 import dataclasses
@@ -172,7 +173,8 @@ CASES = {1: "demonstration better", -1: "demonstration worse", 0: "neither"}
 
 
 async def rank_siblings(tree: list[dict], judge: Variant, search: q_search.Search) -> list[tuple[str, float]]:
-    """(case, right) of each pair of siblings: right is 1 if their scores have the order of their q, .5 if equal."""
+    """(case, right) of each pair of siblings: right is 1 if their scores have the order of their q, .5 if equal
+    (of experiments.qval's scores one of the highest is lifted, by lot)."""
     env, states, pairs = search.env.fork(), states_of(tree), []
     env.max_steps = None
     judge = dataclasses.replace(judge, env=env)

@@ -115,7 +115,7 @@ def best_branch(tree: list[dict]) -> list[dict]:
 
 def expert_branch(tree: list[dict]) -> list[dict]:
     """The demonstration in a tree; [] if there is none."""
-    return [branch_to(tree, node) for node in tree if node["expert"]][-1:]
+    return [branch_to(tree, node) | {"source": "expert"} for node in tree if node["expert"]][-1:]
 
 
 def branch_to(tree: list[dict], leaf: dict) -> dict:
@@ -127,14 +127,14 @@ def branch_to(tree: list[dict], leaf: dict) -> dict:
 
 
 def kept(lines: Iterable[dict], threshold: float, expert: Iterable[dict]) -> list[dict]:
-    """The distinct trajectories that earned enough and are not the expert's; "source" tells them from those."""
+    """The distinct trajectories that earned enough and are not among `expert`; "source" tells whose they are."""
     new = {json.dumps(line["messages"]): line for line in lines if line["reward"] >= threshold - 1e-9}
     for line in expert:
         new.pop(json.dumps(line["messages"]), None)
     trajectories = []
     for line in filter(speaks, new.values()):
         fields = {name: line[name] for name in line if name != "tokens"}
-        trajectories.append(fields | {"source": "policy"})
+        trajectories.append(fields | {"source": line.get("source", "policy")})
     return trajectories
 
 

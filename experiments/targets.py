@@ -37,10 +37,21 @@ def td(tree: list[dict], gamma: float) -> list[float]:
 
 def mc(tree: list[dict], gamma: float) -> list[float]:
     """A branch is a chain of new nodes: one child of each, at most, is of its own branch."""
-    q = [node["reward"] * node["done"] for node in tree]
+    own = ends(tree)
+    q = [own.get(i, 0.0) for i in range(len(tree))]
     for i, children in reversed(list(enumerate(children_of(tree)))):
         q[i] += gamma * sum(q[child] for child in children if tree[child]["branch"] == tree[i]["branch"])
     return q
+
+
+def ends(tree: list[dict]) -> dict[int, float]:
+    """What a branch earned at the node where it ended, be it that a demonstration goes on there."""
+    goes_on = {(node["parent_id"], node["branch"]) for node in tree}
+    rewards = {}
+    for i, node in enumerate(tree):
+        if node["done"] or ("cut" in node and (node["node_id"], node["branch"]) not in goes_on):
+            rewards[i] = node.get("cut", node["reward"])
+    return rewards
 
 
 def avg(tree: list[dict], gamma: float) -> list[float]:
@@ -59,12 +70,7 @@ def avg(tree: list[dict], gamma: float) -> list[float]:
 
 def reward(tree: list[dict], gamma: float) -> list[float]:
     """The final reward of the branch that made the node; 0 if the demonstration stops early."""
-    final: dict[int, float] = {}
-    goes_on = {(node["parent_id"], node["branch"]) for node in tree}
-    for node in tree:
-        here = node["node_id"], node["branch"]
-        if node["done"] or ("cut" in node and here not in goes_on):
-            final[node["branch"]] = node.get("cut", node["reward"])
+    final = {tree[i]["branch"]: reward for i, reward in ends(tree).items()}
     rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]
     lowest = min(rewards, default=0.0)  # the root's, which no branch made
     return [lowest, *rewards]

@@ -287,7 +287,8 @@ def main(argv: list[str] | None = None) -> None:
     config = dataclasses.replace(config, model=agent.version(), out=agent.output, label=label)
     search.config = config
     plan = [ChatMethod(**vars(m)) for kind in config.method for m in methods_of(kind, config)]
-    n, steps = len(search.tasks), search.env.max_steps or math.inf
+    n, limit = len(search.tasks), search.env.max_steps
+    steps = limit if isinstance(limit, int) else math.inf  # ScienceWorld has one for each task, "eto"
     draws = sum(method.M * method.N for method in plan)
     bound = f"{n} tasks, {steps} steps, {draws} for a step of all methods"
     print(f"at most {n * steps * draws:,} answers ({bound}); --max-answers asks for less", file=sys.stderr)

@@ -40,8 +40,8 @@ been played.
   that page's p, corrected in its family.
 - **raw p** belongs to the interval in the column *difference*; where there is a stated interval too, it is the larger p
   of the two. It is corrected by Holm's method *in its family* and, if it was planned, *over all* that were planned. A
-  comparison that still goes on has no p. The larger a family, the larger is the corrected p. Each family was fixed
-  before the play, but their sizes differ.
+  comparison that still goes on has no p; one that `changes` says anything of has ended. The larger a family, the larger
+  is the corrected p. Each family was fixed before the play, but their sizes differ.
 - **Bold** differences are decided: they were planned, git does not leave open whether the plan came before the play, no
   earlier trainings had played both sides on all of the test tasks, p in the family is below .05, and so is the page's p
   where one is stated. Where p *over all* is bold too, the difference holds over all planned comparisons. In plans.csv

@@ -237,11 +237,11 @@ def unfinished(table: pd.DataFrame) -> Iterator[str]:
 
 
 def leaks(table: pd.DataFrame) -> Iterator[str]:
-    """Files whose agent or QNet has learned from tasks that were played, or from others of their subjects. Published
-    splits overlap (WebShop's in 21 tasks), so this is no refusal."""
+    """Files whose agent, QNet or judge has learned from tasks that were played, or from others of their subjects.
+    Published splits overlap (WebShop's in 21 tasks), so this is no refusal."""
     for path, episodes in table.groupby("file"):
         tasks = set(episodes["task"])
-        checkpoints = filter(None, (input_of(path, name) for name in ("sft", "qnet")))
+        checkpoints = filter(None, (input_of(path, name) for name in meta_of(path)["inputs"]))
         learned = {checkpoint: meta_of(checkpoint).get("tasks") for checkpoint in checkpoints}
         # With --out elsewhere the results have no settings beside them, but the checkpoints have.
         settings = [file for place in (path, *learned) if (file := place.with_name("settings.toml")).exists()]

@@ -3,7 +3,7 @@
 python -m reporting.tree --run runs/demo --task 3115     # of q_labels.jsonl, or without it of trees.jsonl
 
 reads   RUN/q_labels.jsonl or RUN/trees.jsonl, or the file that --trees names
-writes  RUN/tree_TASK.svg, which every browser opens; blue is a high q, green a reward, red an end without one
+writes  tree_TASK.svg beside it, which every browser opens; blue is a high q, green a reward, red an end without one
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Config:
     run: Path = Path("runs/webshop")  # whose trees are read where none are named
     trees: Path | None = None  # q_labels.jsonl or trees.jsonl
     task: str = ""  # whose tree (the largest one)
-    out: Path | None = None  # the picture (RUN/tree_TASK.svg)
+    out: Path | None = None  # the picture (tree_TASK.svg beside the trees)
 
 
 def short(action: str) -> str:

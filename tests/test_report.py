@@ -222,6 +222,8 @@ def test_tasks_that_a_checkpoint_has_learned_from_are_counted(tmp_path, monkeypa
 
     for path in (folder, elsewhere):
         assert "/sft has learned from 1 of 2 tasks" in warnings_of(path, settings)
+    (elsewhere / "results.meta.json").write_text(meta.replace('"sft": "sft"', '"judge sft": "../run/sft"'))
+    assert "/sft has learned from 1 of 2 tasks" in warnings_of(elsewhere, settings)
     assert "settings.toml has not the settings of a run: " in warnings_of(folder, settings, "utf-16")
     monkeypatch.undo()
     for away in ('"away:Maze"', '"fake"\nenv_option = ["data=away"]'):

@@ -4,7 +4,7 @@ import pytest
 from fakes import FakeEnv, Script, dump, node, over, run, word_chat
 
 from experiments import self_train
-from experiments.self_train import best_branch, kept
+from experiments.self_train import best_branch, expert_branch, kept
 from q_search import Method
 from qlass import demonstrations
 from qlass.files import meta_of, read_jsonl, write_json
@@ -28,6 +28,8 @@ def test_best_branch_by_hand():
     own = node(2, 1, 0.6, done=True, depth=2)
     assert best_branch(tree(node(1, 0, source="expert"), own))[0]["reward"] == 0.6
     assert best_branch(tree(expert)) == []
+    (shown,) = kept(expert_branch(tree(expert | {"expert": True})), 0.0, [])
+    assert shown["source"] == "expert"
 
 
 def line(text, reward):

@@ -16,8 +16,8 @@ class ChatPolicy:
     token, (A,); -inf where it is not among the 20 likeliest.
     """
 
-    def __init__(self, url: str, max_tokens: int, seed: int = 0) -> None:
-        self.server, self.max_tokens = Server(url, 16), max_tokens
+    def __init__(self, url: str, max_tokens: int, seed: int = 0, timeout: int = 600) -> None:
+        self.server, self.max_tokens = Server(url, 16, timeout), max_tokens
         self.sample, self.valid_logprobs = sampler(self.text, seed), Remote(self.first_token)
 
     async def text(self, request: Sample, seed: int) -> Candidate:

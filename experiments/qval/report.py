@@ -93,6 +93,6 @@ def report(
         )
     if rewards is not None:
         rows = next(iter(tables.values()))
-        played = rows[rows["rho"].notna()].join(rewards.rename("reward"), how="inner")
+        played = rows.dropna(subset=PREDICT).join(rewards.rename("reward"), how="inner")
         parts.append(f"### Alignment and the reward of search\n\n{downstream(played)}")
     return "\n\n".join(parts) + "\n", pd.concat(tables, names=["labels", "scorer"])

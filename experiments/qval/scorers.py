@@ -98,7 +98,7 @@ class Context:
         """The chat model of --judge: a server's, or a checkpoint's, asked by its chat template."""
         config, name = self.config, self.language_model
         if "://" in name:
-            return ChatPolicy(name, config.judge_tokens, config.seed)
+            return ChatPolicy(name, config.judge_tokens, config.seed, config.timeout)
         policy = load_policy(Path(name), config)
         policy.chat.rendering = Rendering(max_new_tokens=config.judge_tokens, stop=())
         return policy
