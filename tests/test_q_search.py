@@ -68,12 +68,12 @@ def test_who_goes_where(method, script, q, way, reward):
     assert (record["reward"], record["success"], record["n_steps"]) == (reward, reward == 1, len(path))
 
 
-def test_the_likeliest_is_so_by_the_probability_of_its_draw():
+def test_the_likeliest_is_so_by_the_probability_of_its_first_draw():
     """No model is asked again: among valid actions that probability is another than the free text's."""
     draws = [
         Candidate("Action: left", 1, -2.0),
         Candidate("Action: right", 1, -0.5),
-        Candidate("Action: left", 1, -2.0),
+        Candidate("Action: left", 1, -0.1),  # other tokens of the same text
     ]
     record, path, _ = episode(Method("likeliest", "likelihood", M=3), lambda request: draws, never)
     assert path == ("right", "right", "right")
