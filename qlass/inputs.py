@@ -95,12 +95,10 @@ def changes(output: Path) -> Iterator[str]:
     for each setting that was edited since."""
     meta, file = meta_of(output), output.with_name("settings.toml")
     recipe, old = meta["recipe"], meta.get("settings", {})
-    now, plain = {}, {}
-    if old:  # else the file may be anybody's
-        now = settings_in(file, recipe["stage"], recipe.get("lora"))
-        plain = settings_in(file, recipe["stage"])  # old ones may lack those of LoRA
+    # Without old ones the file may be anybody's.
+    now = settings_in(file, recipe["stage"], recipe.get("lora")) if old else {}
     for name, value in now.items():
-        if not (name in old and name in recipe) or old[name] in (value, plain.get(name)):
+        if not (name in old and name in recipe) or old[name] == value:
             continue  # nobody has edited it
         if name == "env_option":  # files of another place that are the same
             value = [word for word in value if not same_files(word, recipe.get("env_files", {}))]

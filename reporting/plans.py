@@ -49,11 +49,10 @@ been played.
 - **†** was not planned. It is corrected among those of its family, and does not count over all.
 - **‡** is not computed here: git has neither the rewards nor the gains of its units.
 - **Names.** A condition is a method, M or N, and what is not the usual agent or QNet. `likeliest` searches by the
-  agent's own probability, `text_likelihood`, which this code no longer has, by that of the free text, which a tiny
-  agent does not act by (text_likelihood.csv), `oracle_belief`, which it has no longer either, with the hidden state
-  drawn anew. `grpo` is
-  chain GRPO, `eto` is ETO against the expert, and `eto-siblings` is ETO on siblings. An *old QNet* is of the cloned
-  agent's trees, an *own QNet* is of the learner's.
+  agent's own probability. `text_likelihood` does so by that of the free text, which a tiny agent does not act by
+  (text_likelihood.csv), and `oracle_belief` by the true value in worlds that agree with the pages so far; the commits
+  of their rows have their code. `grpo` is chain GRPO, `eto` is ETO against the expert, and `eto-siblings` is ETO on
+  siblings. An *old QNet* is of the cloned agent's trees, an *own QNet* is of the learner's.
 """
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # ALFWorld in sets of games of their own, each with an agent, trees, QNets and 134 test games: what do the same four
 # candidates hold? oracle_step takes the one of the highest true value. The comparisons are planned in
-# runs/reference_output/plans.csv (three of them with `oracle_belief`, whose code is gone). Nobody had played seeds 41 to 43
-# before.
+# runs/reference_output/plans.csv (three of them with `oracle_belief`, which the rows' commit has). Nobody had played
+# seeds 41 to 43 before.
 #   bash runs/games.sh [SEED ...]      (default: 41 to 43)
 # Run it again after a stop: finished stages are kept, the others resume.
 set -eo pipefail
