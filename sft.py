@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import envs
 from environments import replay
-from qlass import demonstrations, device, models, tiny
+from qlass import demonstrations, device, models, outputs, tiny
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration
 from qlass.files import warn
@@ -272,10 +272,11 @@ def clone(
     env = envs.from_config(config)
     device.join(config)
     start = start_of(config)
+    settings = env.settings | {"loss": loss_of.__name__}
+    outputs.recipe_of(config.path, config, config.recipe() | settings, {})  # before others are made
     path = config.expert or demonstrations.collect(env, config, config.n_expert)
     device.wait()
     expert = demonstrations.read(path, env, config.n_expert)
-    settings = env.settings | {"loss": loss_of.__name__}
     training = Training(config.path, config, settings, {"expert": path, "model": start})
     if training.complete:
         return

@@ -213,6 +213,13 @@ def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, cap
     assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == FakeEnv().task_ids("train")
 
 
+def test_a_refused_command_adds_no_demonstrations(clone, tmp_path):
+    clone("--n-expert", "2")
+    with pytest.raises(UserError, match="begun with n_expert 2, not 4"):
+        clone("--n-expert", "4")
+    assert len(list(read_jsonl(tmp_path / "expert.jsonl"))) == 2
+
+
 CHANGED = [  # a tokenizer's normalizers, an answer, what comes back
     ([], "Action: b\nTask: more", "'Action: b':"),  # a stop text
     ([], "Action:  go", "'Action:go'"),  # a token that takes the blanks before it
