@@ -31,7 +31,7 @@ from experiments import Call, answer
 from experiments.compare import Variant
 from q_search import Method, Step, distinct_actions
 from qlass import UserError, files
-from qlass.batching import Backends, Candidate, Sample, Score, ask
+from qlass.batching import Backends, Candidate, Sample, Score, ask, finite
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, start, step
 from qlass.noise import uniforms
@@ -105,7 +105,7 @@ class Search:
             actions = distinct_actions(self.env, [candidate.text for candidate in drawn])
             candidates.append(actions)
             questions.append(Score(node.state, tuple(actions)))
-        values = await Call(self.method.score, tuple(questions))
+        values = map(finite, await Call(self.method.score, tuple(questions)))
         for node, drawn, actions, scores in zip(new, draws, candidates, values, strict=True):
             node.drawn = drawn
             node.children = list(map(Node, actions, priors(self.env, drawn, actions), scores, scores))

@@ -57,10 +57,14 @@ class Score(Request[list[float]]):
     actions: tuple[str, ...]
 
     def __await__(self) -> Generator[Request, list[float], list[float]]:
-        values = yield self
-        if not all(map(math.isfinite, values)):
-            raise UserError("scores are not finite: damaged weights, or --precision float32 helps")
-        return values
+        return finite((yield self))
+
+
+def finite(values: list[float]) -> list[float]:
+    """The same values. UserError if one is not finite."""
+    if not all(map(math.isfinite, values)):
+        raise UserError("scores are not finite: damaged weights, or --precision float32 helps")
+    return values
 
 
 class LogProb(Score):

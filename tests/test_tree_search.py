@@ -10,6 +10,7 @@ from experiments import retry, tree_search
 from experiments.retry import Reflect, Retry
 from experiments.tree_search import TreeSearch
 from q_search import Method
+from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
 from qlass.messages import parse_action, react
 from qlass.noise import uniforms
@@ -64,6 +65,12 @@ def test_one_expansion_a_step_is_qlass(name, settings, q):
     expected, _ = run(Method("qlass", "q", M=2).play(FakeEnv(), "test0", CHAT), answer(q, by_key))
     assert (record["restores"], record["env_steps_replayed"]) == (0, record["env_steps"])
     assert record | expected == record
+
+
+@pytest.mark.parametrize(("name", "settings"), BLIND)
+def test_a_value_that_is_not_finite_ends_a_search(name, settings):
+    with pytest.raises(UserError, match="scores are not finite"):
+        play(name, q=written({}, otherwise=(math.nan, 0.3)), **settings)
 
 
 def test_actions_that_mean_nothing_are_counted(monkeypatch):
