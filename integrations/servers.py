@@ -14,6 +14,8 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, TypeAdapter
@@ -179,11 +181,13 @@ class Server:
                 for tries in itertools.count():
                     try:
                         return await self.client.post(path, cast_to=str, body=body)
-                    except (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError) as error:
-                        if tries and not self.answered:
+                    except openai.APIError as error:
+                        status = getattr(error, "status_code", 500)  # no reply is as one of a server that is away
+                        if (tries and not self.answered) or not (status in (408, 409, 429) or status >= 500):
                             raise
-                        problem = str(error)
-                        pause = max(min(2**tries / 2, 8), retry_after(error))
+                        asked = retry_after(error)
+                        problem = f"it asks for {asked:g} seconds: {error}" if asked else str(error)
+                        pause = max(min(2**tries / 2, 8), asked)
                     waits = clock() - start + pause
                     if waits > self.timeout:
                         break
@@ -216,7 +220,11 @@ class Server:
 
 
 def retry_after(error: Any) -> float:
-    """Seconds for which a server asks to be left alone; 0 if it does not."""
+    """Seconds for which a server asks to be left alone, or until a time; 0 if it does not."""
     response = getattr(error, "response", None)
-    seconds = response.headers.get("retry-after", "") if response else ""
-    return float(seconds) if seconds.isdecimal() else 0.0
+    answer = response.headers.get("retry-after", "") if response else ""
+    with contextlib.suppress(ValueError):
+        return float(answer)
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, (parsedate_to_datetime(answer) - datetime.now(UTC)).total_seconds())
+    return 0.0

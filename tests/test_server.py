@@ -9,8 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,12 +186,24 @@ TROUBLE = {  # for ever: how often a server is asked in ten minutes, and for how
     "hangs": (hang, 2, 2, 0),
     "trickles": (trickle, 1, 1, 0),
     "fails": (500, 5, 79, 0.5),
+    "times out": (408, 5, 79, 0.5),
     "resets": (0, 5, 79, 0.5),
     "a second": ((429, 1), 5, 79, 1),
     "half a minute": ((429, 30), 5, 20, 30),
     "three minutes": ((503, 180), 3, 4, 180),
     "an hour": ((429, 3600), 1, 1, 3600),
 }
+
+
+SOON = datetime.now(UTC) + timedelta(days=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"), [("2.5", 2.5), (format_datetime(SOON, usegmt=True), 86400), ("soon", 0), (None, 0)]
+)
+def test_a_server_may_ask_for_seconds_or_for_a_time(asked, seconds):
+    error = SimpleNamespace(response=SimpleNamespace(headers={"retry-after": asked} if asked else {}))
+    assert servers.retry_after(error) == pytest.approx(seconds, rel=0.1)
 
 
 def test_one_deadline_holds_for_one_question_whatever_the_server_does(clock, capsys):
@@ -217,6 +232,7 @@ def test_one_deadline_holds_for_one_question_whatever_the_server_does(clock, cap
     ):
         assert least <= len(times) <= most and end - start < 1200, (name, len(times), end - start)
         assert all(later - before >= pause for before, later in pairwise(times)), name
+        assert ("it asks for 3600 seconds" in error) == (name == "an hour")
         assert "\n" not in error and (f"{fake.url}: {WAITING}" in told) == (name not in ("an hour", "trickles"))
 
 
