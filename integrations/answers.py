@@ -42,7 +42,7 @@ def readings(text: str) -> Iterator[tuple[str, str]]:
         rest = text[end:].strip()
         if text[begin:end].count("**") % 2:  # the label's line is bold
             rest = rest.replace("**", "", 1)
-        for part in (rest, rest.partition("\n\n")[0], rest.partition("\n")[0]):
+        for part in (rest, rest.partition("\n\n")[0], rest.partition("\n")[0], rest.partition('"')[0]):
             for action in (part, bare(part), part.strip(MARKS + ".")):
                 yield text[:begin], action.strip()
 

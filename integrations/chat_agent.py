@@ -243,7 +243,7 @@ WELL = {"", "stop", "eos", "read", "known", "several", "alike"}
 PROBLEMS = {
     "length": "were cut at their limit: --max-new-tokens",
     "content_filter": "were refused or filtered",
-    "unclear": 'have no action, or several lines "Action:", of which the first is played',
+    "unclear": 'have no action, or several lines "Action:", of which the first that is known is played',
     "empty": "were empty",
 }
 
@@ -301,8 +301,10 @@ def main(argv: list[str] | None = None) -> None:
         reading = dataclasses.replace(config, qnet=named, temperature=None, max_new_tokens=None)
         agent.qnet, search.inputs["qnet"] = q_search.load_scorer(reading)
         search.backends[Score] = agent.qnet.score
-    search.play(plan)
-    agent.report()
+    try:
+        search.play(plan)
+    finally:
+        agent.report()
 
 
 if __name__ == "__main__":

@@ -48,11 +48,13 @@ def main(argv: list[str] | None = None) -> None:
     expert, by_task = config.expert, {}
     if expert:
         _, by_task = demonstrations.by_task(expert, expert, env)
-    build_trees.build(config, env, lambda: agent, by_task, {"expert": expert})
+    try:
+        build_trees.build(config, env, lambda: agent, by_task, {"expert": expert})
+    finally:
+        agent.report()
     if agent.output.exists():  # its answers may be of several processes
         meta, usage = meta_path(agent.output), ChatModel(config, env, "trees.jsonl").usage
         write_json(meta, read_json(meta) | {"usage": usage})
-    agent.report()
 
 
 if __name__ == "__main__":

@@ -169,7 +169,9 @@ def test_answers_are_bounded_and_billed(fake, tmp_path, capsys):
     with pytest.raises(UserError, match="--max-answers 3: no more are asked for"):
         played(fake, tmp_path, *flags, "--max-answers", "3")
     assert len(fake.seen) == 1 + 3
-    assert "at most 10 answers (2 tasks, 5 steps, 1 for" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "at most 10 answers (2 tasks, 5 steps, 1 for" in err
+    assert json.loads(out.partition("billed: ")[2])["answers"] == 3  # of a stopped command too
     lines, requests = asked(fake, tmp_path, *flags)
     assert requests == steps_of(lines) - 3
     billed = json.loads(capsys.readouterr().out.partition("billed: ")[2])
@@ -219,6 +221,7 @@ FORMS = [
     "### Action\nright",
     '{"thought": "to the right", "action": "right"}',
     '```json\n{"action": "right"}\n```',
+    '{"action": "right", "reason": "the purse"}',
 ]
 MOVES = {"up", "down", "left", "right"}
 CALL = {"tool": "note", "task": "call Ann", "observation": "she is away"}  # with keys that begin a line of ours
