@@ -20,14 +20,15 @@ from qlass.messages import State
 
 def turn_values(qnet: Any, messages: list, task: str = "") -> tuple[list[float], list[float]]:
     """Q(s, a) of each action, and its gain over the action before. The gains sum to the last Q."""
-    state = State.from_messages([turn if isinstance(turn, dict) else vars(turn) for turn in messages], task)
-    turns = state.messages
     chat = qnet.chat
+    opening = 0 if chat.rendering.agreement == "" else 2
+    state = State.from_messages([turn if isinstance(turn, dict) else vars(turn) for turn in messages], task, opening)
+    turns = state.messages
     if (chat.rendering.mark_matches or chat.rendering.compact) and not task:
         raise UserError("this QNet reads a page beside the task's sentence, so give it: turn_values(..., task=)")
-    if turns[1:2] != (("assistant", chat.rendering.agreement or "OK"),):
+    if opening and turns[1:2] != (("assistant", chat.rendering.agreement or "OK"),):
         raise UserError("messages begin with an instruction and the agent's OK, as QNet learned them")
-    requests = [Score(state.prefix(n), (turns[n][1],)) for n in range(3, len(turns), 2)]
+    requests = [Score(state.prefix(n), (turns[n][1],)) for n in range(opening + 1, len(turns), 2)]
     q = [value for [value] in qnet.score(requests)]
     gains = [after - before for before, after in pairwise([0.0, *q])]
     return q, gains

@@ -60,6 +60,10 @@ def test_each_turn_has_the_value_that_a_search_sees(qnet):
     assert turn_values(qnet, state.dump()[:3], state.task) == ([], [])
     with pytest.raises(UserError, match="begin with an instruction and the agent's OK"):
         turn_values(qnet, state.dump()[2:])
+    qnet.chat.rendering.agreement = ""  # the first message has instruction and task
+    one = State((("user", "walk to the purse"), ("assistant", "Action: right"), ("user", "a purse")), opening=0)
+    assert turn_values(qnet, one.dump())[0] == qnet.score([Score(one.prefix(1), ("Action: right",))])[0]
+    qnet.chat.rendering.agreement = None
     qnet.chat.rendering.compact = True  # a tiny model's
     with pytest.raises(UserError, match="beside the task's sentence"):
         turn_values(qnet, state.dump())
