@@ -253,7 +253,7 @@ def write_settings(config: Run) -> None:
 
 
 def default_run(env: str) -> Path:
-    return Path("runs") / env.rpartition(":")[2].lower()
+    return Path("runs") / env.rpartition(":")[2].strip("/").lower()
 
 
 FITS = (

@@ -152,6 +152,7 @@ def test_scripts_of_older_rows_do_not_follow_the_preset_of_the_demo(stages, call
     plays = [config for configs in calls.values() for config in configs if isinstance(config, q_search.Config)]
     assert {config.temperature for config in plays} == {1.0}
     assert agent.run != settings.default_run("webshop")
+    assert settings.default_run("openenv:https://NAME.hf.space") == Path("runs/name.hf.space")  # not /name.hf.space
 
 
 @pytest.mark.parametrize(("kind", "epochs"), [("halves", 3), ("mixed", 3), ("noisy", 1)])
