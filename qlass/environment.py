@@ -212,7 +212,7 @@ class TextEnv(gymnasium.Env):
         self.instruction = instruction
 
     def task_type(self, task_id: str) -> str:
-        """The kind of task, where an environment has several: tables have a row for each."""
+        """The kind of task, where an environment has several: the order of tasks mixes them."""
         return ""
 
     def canonical(self, action: str) -> str:

@@ -269,6 +269,7 @@ BROKEN = [  # what a class does against the rules, and what is said of it
     ({"act": hides("settings")}, "names of the base class are its own"),
     ({"act": hides("name", "Ann, board")}, "names of the base class are its own"),
     ({"act": hides("steps")}, "names of the base class are its own"),
+    ({"act": lambda self, action: (f"{self.max_steps:g}", *Board.act(self, action)[1:])}, f"{RESTORE}: TypeError"),
     ({"__init__": lambda self: None}, "names of the base class are its own"),
     *[({"valid_actions": with_action(a)}, f"as it was written, without {WAYS}: {a!r}") for a in STRANGE],
 ]
