@@ -19,6 +19,7 @@ from environments.webshop import engine as webshop
 from environments.webshop import search as webshop_search
 from qlass import UserError
 from qlass.environment import fair_order
+from qlass.messages import replay
 
 
 @recorded
@@ -270,6 +271,14 @@ def test_the_best_documents_are_those_of_a_full_sort(share, k):
     found, best = index.top("red shirt lamp", k)
     assert found.tolist() == sorted(hits, key=lambda doc: (-scores[doc], doc))[:k]
     assert best.tobytes() == scores[found].tobytes() and len(found) == min(k, len(hits))
+
+
+def test_a_purchase_has_its_rewards_parts_after_restore_too():
+    env = envs.make("webshop")
+    list(replay(env, env.task_ids("all")[0]))  # the expert's way
+    bought = env.info()
+    env.restore(env.snapshot())
+    assert env.info() == bought and "reward_details" in bought
 
 
 def test_the_best_value_in_reach_is_that_behind_the_best_action():

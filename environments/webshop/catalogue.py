@@ -77,11 +77,11 @@ def read_json(path: Path) -> Any:
 
 
 def sources(folder: Path) -> tuple[Path, Path, Path]:
-    """The files of products, of synthetic and of human instructions, in a folder or beside a file of products.
+    """The files of products, of synthetic and of human instructions, in a folder.
 
     A folder that holds both the 1,000 products and the full catalogue gives the former.
     """
-    path = folder if folder.is_file() else find(folder, "items_shuffle_1000", "items_shuffle")
+    path = find(folder, "items_shuffle_1000", "items_shuffle")
     few = ["items_ins_v2_1000"] if "_1000" in path.name else []  # which lack most products of the full catalogue
     if few and any(folder.glob("items_shuffle.json*")):
         print(f"note: {folder}: of its two catalogues that of 1,000 products: move its files away for the other")

@@ -127,7 +127,7 @@ class Shop:
             raise UserError(f"{folder}: {store.error}")
         if not self.goals:
             raise UserError(f"{folder}: no goals; the catalogue has no instructions of the kind asked for")
-        own = (folder.parent if folder.is_file() else folder) / "title_nouns.json"  # the bundled catalogue has one
+        own = folder / "title_nouns.json"  # the bundled catalogue has one
         if title_nouns is None and own.exists():
             title_nouns = own
         self.find_nouns = noun_finder(title_nouns)

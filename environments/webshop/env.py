@@ -142,11 +142,11 @@ class WebShopEnv(TextEnv):
             return [("search for it", f"search[{query}]") for query in self.shop.queries(self.index)]
         return list(self.shop.page(self.session).candidates)
 
-    def save(self) -> engine.Session:
-        return self.session
+    def save(self) -> tuple:
+        return self.session, self.details
 
-    def load(self, saved: engine.Session) -> None:
-        self.session, self.details = saved, None
+    def load(self, saved: tuple) -> None:
+        self.session, self.details = saved
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         """The best discounted final reward within the steps that are left (earnings.value); for oracles only."""
