@@ -7,8 +7,8 @@
     writes  report.html, which opens from the disk and without a network, and its tables as report.md
 
 Every number is a mean over tasks with its 95 % interval (reporting/stats.py). Methods are compared
-on the same tasks. A difference is called "unclear" if its interval contains 0, or if p, which is
-never below a sign test's, is .05 or more.
+on the same tasks. A difference is called "unclear" if its interval contains 0, or if p, which with
+one seed is never below a sign test's, is .05 or more.
 """
 
 from __future__ import annotations

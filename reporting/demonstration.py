@@ -27,7 +27,7 @@ from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration
 from qlass.messages import parse_action, replay
 from qlass.models import load_chat
-from qlass.settings import Run, place, read_settings, run_stage, workload
+from qlass.settings import Run, place, read_settings, run_stage, settings_in, workload
 from qlass.tiny import AIDS, sentence, tiny_model
 from sft import NO_TARGET, check_demonstrations, examples_of
 
@@ -39,7 +39,7 @@ class Config(Run):
     expert: Path | None = place(None)  # demonstrations (RUN/expert.jsonl)
     number: PositiveInt = workload(1)  # which of them, from 1
     tokenizer: str | None = place(None)  # a model's, with its chat template (RUN/sft's, or the tiny model's)
-    max_tokens: PositiveInt = workload(4096)  # where sft.py cuts a trajectory
+    max_tokens: PositiveInt | None = workload(None)  # where sft.py cuts a trajectory (as in the run's settings)
 
 
 def chat_of(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> Chat:
@@ -96,14 +96,15 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--number {config.number}: {path} has {len(expert)} demonstrations")
     demonstration, chat = expert[config.number - 1], chat_of(config, env, expert)
     print(f"{path}: demonstration {config.number} of {len(expert)}\n\nas the model sees it:")
-    print(*as_the_model_sees_it(chat, demonstration, config.max_tokens), sep="\n")
+    limit = config.max_tokens or settings_in(config.file, "sft").get("max_tokens", 4096)
+    print(*as_the_model_sees_it(chat, demonstration, limit), sep="\n")
     if demonstration.task_id in env.split_ids("train"):
         print(f"\n{len(demonstration.state.actions)} actions:", *replayed(demonstration, env), sep="\n")
     else:
         print("\nno training task has this task_id, so its actions are not replayed")
     refuse_openings(expert, env)
     replay_demonstrations(expert, env, (line.task_id for line in expert))
-    check_demonstrations(expert, chat, int(min(config.max_tokens, chat.context)))
+    check_demonstrations(expert, chat, int(min(limit, chat.context)))
     print(f"\nsft.py takes all {len(expert)} demonstrations")
 
 

@@ -142,4 +142,4 @@ def paired_difference(a: pd.Series, b: pd.Series, blocks: Mapping[Hashable, Hash
 def numbered(values: pd.Series) -> pd.Series:
     """The same values with seeds 0, 1, ... in the order of theirs."""
     table = values.unstack()
-    return table.set_axis(range(table.shape[1]), axis=1).stack()
+    return table.set_axis(range(table.shape[1]), axis=1).stack().dropna()

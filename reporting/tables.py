@@ -125,10 +125,10 @@ def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
 def headlines(groups: Sequence[Group]) -> Iterator[str]:
     """A sentence for each environment and label about QLASS with the most candidates, over its rivals' tasks."""
     searches = {}
-    for group in groups:
+    for group in sorted(groups, key=lambda group: group.condition.M * group.condition.N):
         c = group.condition
         if c.method == "qlass" and not aside(group):
-            searches[c.env, c.label] = group  # rows stand in the order of their budgets
+            searches[c.env, c.label] = group  # the last one
     for search in searches.values():
         likeliest = peer(replace(search.condition, method="likeliest"), groups)
         rivals = [rival for rival in (greedy_of(search, groups), likeliest, nearest(search, groups)) if rival]

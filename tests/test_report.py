@@ -13,6 +13,7 @@ import pytest
 from fakes import FakeEnv, code_on, dump
 
 import reporting.__main__ as report
+from qlass import UserError
 from qlass.demonstrations import demonstrate
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
@@ -127,6 +128,14 @@ def test_the_headline_is_about_the_tasks_that_all_have_played(tmp_path):
     start = r"lake: QLASS .a, 1 epoch, rank. M=2 earns 0\.500 \[.* on 2 tasks; \+0\.500 \[.*; \+0\.000 \["
     assert re.match(start, headline)
     assert list(tables.results_table(rows, rows)["minus greedy"].str[:6]) == ["", "+0.500", "+0.750"]
+
+
+def test_the_headline_is_about_the_most_candidates(tmp_path):
+    """M = 6 rather than M = 2 in each of two episodes, which stand behind it in the table."""
+    sizes = {(1, 1): "greedy", (6, 1): "qlass", (2, 2): "qlass"}
+    records = [{"method": name, "M": m, "N": n, "select": "q" * (n > 1)} for (m, n), name in sizes.items()]
+    (headline,) = tables.headlines(list(groups_in(tmp_path, records).values()))
+    assert "QLASS M=6 earns" in headline
 
 
 def test_no_headline_is_about_rivals_that_share_no_task(tmp_path):
@@ -313,6 +322,21 @@ def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
     assert "innerHTML" not in html.words and all("onerror" not in attributes for _, attributes in html.tags)
 
 
+def test_the_viewer_shows_the_action_that_was_executed(tmp_path):
+    text = "<think>Action: a?</think>Thought: I see no Action: yet.\nAction: go: to sink 1"
+    root = next(iter(read_jsonl(TREES))) | {"nodes": 2}
+    child = root | {"node_id": 1, "parent_id": 0, "action": text, "done": True}
+    write(tmp_path / "trees.jsonl", [root, child])
+    ((_, node),) = json.loads(page.tree_data(tmp_path / "trees.jsonl"))["trees"]
+    assert node["action"] == "go: to sink 1" and node["thought"].endswith("I see no Action: yet.")
+
+
+def test_a_search_without_scores_has_no_picture(tmp_path):
+    step = {"candidates": [{"action": action, "q": None} for action in "ab"], "action": "a", "observation": ""}
+    write(tmp_path / "results.jsonl", [RESULT | {"method": "qlass", "M": 2, "steps": [step]}])
+    assert page.episode([tmp_path / "results.jsonl"]) == ""
+
+
 STUB = """const any = new Proxy(function () {}, {
     get: (_, name) => name === Symbol.toPrimitive ? () => '' : name === 'textContent' ? DATA : any,
     apply: () => any, set: () => true});
@@ -360,3 +384,11 @@ def test_a_demonstration_is_shown_and_replayed(record, says, not_said, fake_worl
     writes = [line.removeprefix("writes | ") for line in shown.splitlines() if line.startswith("writes | ")]
     actions = len(record["messages"]) // 2 - 1
     assert len(writes) == 2 * actions and writes[-1].endswith(": right<end>")  # a thought and an action each
+
+
+def test_a_demonstration_is_cut_where_the_settings_of_the_run_cut_it(fake_world):
+    write(Path("expert.jsonl"), [GOOD])
+    preset = (PRESETS / "tiny" / "frozenlake.toml").read_text(encoding="utf-8")
+    Path("settings.toml").write_text(preset.replace("max_tokens = 4096", "max_tokens = 8", 1), encoding="utf-8")
+    with pytest.raises(UserError, match="first action"):
+        demonstration.main(["--run", ".", "--expert", "expert.jsonl"])

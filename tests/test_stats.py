@@ -119,6 +119,8 @@ def test_shared_seeds_are_paired_else_those_in_the_same_place():
     shared, others = series({("t", 6): 0, ("u", 6): 0}), series({("t", 7): 0.5, ("u", 7): 0})
     assert paired_difference(a, shared).mean == pytest.approx(0.5)  # t: 0 - 0, u: 1 - 0; by place t would be 1 - 0
     assert paired_difference(a, others).mean == pytest.approx(0.75)  # t: 1 - .5, u: 1 - 0
+    one, other = [("t", 4), ("u", 4), ("v", 4), ("t", 6)], [("t", 7), ("t", 8), ("u", 8), ("v", 8)]  # t alone has pairs
+    assert paired_difference(series(dict.fromkeys(one, 1)), series(dict.fromkeys(other, 0.5))).mean == 0.5
 
 
 @pytest.mark.parametrize(("n", "undecided"), [(2, True), (5, True), (6, False)])
