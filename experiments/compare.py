@@ -17,7 +17,7 @@ own wording of the task (App. A.3.2, experiments/paraphrase.py).
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PositiveInt
 from tyro.conf import arg
@@ -60,7 +60,7 @@ class Variant(Method):
 
     player: str | None = None  # which rule, or with which settings
     env: Any = dataclasses.field(default=None, compare=False)  # of the episode: `play` fills it in
-    looks: bool = False  # it steps every candidate, which costs environment steps
+    looks: bool = False  # is charged a step for every candidate, on FrozenLake too, where Q* is known without
     distinct: bool = False  # draws again, up to 2M samples more, until M actions differ
 
     async def play(self, env: envs.TextEnv, task_id: str, chat: Chat) -> dict:
@@ -139,6 +139,8 @@ class Untried(Variant):
 class Player(Variant):
     """One of the environment's own players, which draw nothing."""
 
+    replays: ClassVar[bool] = False  # such a player may stop before the end
+
     async def play(self, env: envs.TextEnv, task_id: str, chat: Chat) -> dict:
         steps = self.episode(env, task_id)
         return describe(steps, [steps], {"tokens": {"prompt": 0, "generated": 0, "scored": 0}})
@@ -213,6 +215,8 @@ def everything(env: envs.TextEnv, config: Config) -> list[Method]:
 
 def settings_of(argv: list[str] | None) -> Config:
     config = read_settings(Config, __doc__, argv)
+    if config.N and "all" in config.method:
+        raise UserError("--method all has N = M of best-of-N alone: leave -N out, or name methods")
     if not config.M:
         config = dataclasses.replace(config, M=(2, 4, 6) if "all" in config.method else (2,))
     if config.paraphrase_server:
@@ -233,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     if not all(isinstance(method, Player) for method in plan):
         search.load(plan)
         if config.paraphrase_server:
-            reworder = paraphrase.by_server(config.paraphrase_server)
+            reworder = paraphrase.by_server(config.paraphrase_server, config.timeout)
             search.backends[Sample] = paraphrase.under_wordings(search.backends[Sample], reworder)
             plan = [method if isinstance(method, Player) else paraphrase.counted(method) for method in plan]
     search.play(plan)

@@ -17,6 +17,7 @@ from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
 from qlass.messages import State
 from qlass.results import environment_tokens
+from qlass.settings import Sampling
 from qlass.tiny import sentence
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording
@@ -79,9 +80,9 @@ def under_wordings(sample: Callable, reworder: Reworder) -> Callable:
     return answer
 
 
-def by_server(url: str) -> Reworder:
+def by_server(url: str, timeout: int = Sampling.timeout) -> Reworder:
     """Wordings by an OpenAI-compatible chat server; where it says nothing, the task's own."""
-    server = Server(url)
+    server = Server(url, timeout=timeout)
     text = Remote(
         lambda asked: server.text([("user", PROMPT + asked[0])], temperature=0.7, max_tokens=ROOM, seed=asked[1])
     )

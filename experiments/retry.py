@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     plan = plan_of(config)
     search.load(plan)
     if config.server:
-        server = Server(config.server)
+        server = Server(config.server, config.in_flight, config.timeout)
         search.backends[Reflect] = Remote(lambda request: server.text(request.state.messages))
     search.play(plan)
 

@@ -9,6 +9,7 @@ from experiments import compare as stage
 from experiments import paraphrase
 from experiments.compare import Oracle, Player
 from q_search import Method
+from qlass import UserError
 from qlass.batching import Sample
 from qlass.messages import State, parse_action
 
@@ -63,6 +64,8 @@ def plan(*argv: str) -> list[Method]:
 
 def test_all_is_the_comparison_of_all_methods(monkeypatch):
     assert list(map(str, plan("--method", "all", "qlass", "-M", "2"))) == list(map(str, plan("-M", "2")))  # each once
+    with pytest.raises(UserError, match="leave -N out"):
+        plan("-N", "3")
     monkeypatch.setattr(FakeEnv, "omniscient", True)  # its expert knows more than the pages
     assert plan("--method", "expert", "oracle") == [Player("oracle")]
     monkeypatch.delattr(FakeEnv, "expert")  # as a class of one's own may
@@ -83,7 +86,7 @@ def test_every_method_leaves_a_line_for_each_task(search, capsys):
 def test_each_candidate_has_its_own_wording_if_a_server_words_the_task(search, monkeypatch):
     asked = []
 
-    def by_server(url):
+    def by_server(url, timeout):
         return lambda task, index: asked.append((url, index)) or f"{'the ' * index}{task}"
 
     monkeypatch.setattr(paraphrase, "by_server", by_server)
