@@ -71,7 +71,7 @@ class Learner:
         for group in self.optimizer.param_groups:
             if not torch.nn.utils.clip_grad_norm_(group["params"], 1.0).isfinite():
                 reason = f"update {number}: the gradient is not finite, so the training has diverged"
-                raise UserError(f"{reason}: --overwrite and a lower --lr than {group['peak']:g} start again")
+                raise UserError(f"{reason}: --overwrite and a lower rate than {group['peak']:g} start again")
             group["lr"] = group["peak"] * min(1.0, number / WARMUP)
         self.optimizer.step()
         self.optimizer.zero_grad()

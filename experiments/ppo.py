@@ -11,7 +11,8 @@ turns gets .0003 of the outcome.) A state with one valid action is no turn. An e
 the environment pays then, and nothing is expected after it.
 
 The critic is a QNet that reads the last token of the prompt, before the agent acts. It begins with the mean final
-reward below each state of the trees, and then learns the returns A + V beside the agent, whose loss is Tree-GRPO's.
+reward below each state of the trees, whose steps count for no budget, and then learns the returns A + V beside the
+agent, whose loss is Tree-GRPO's.
 """
 
 import dataclasses

@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     merged = config.run / f"self_train-{config.name}.jsonl"
     mean = sum(line["reward"] for line in lines) / len(lines)
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new), "mean_reward": mean}
-    figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
+    figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # 0 of trees, which count none
     meta = outputs.begin(merged, dataclasses.replace(config, overwrite=True), config.recipe(), inputs)
     outputs.publish(merged, expert + new, meta | figures)
     kept_of = f"{len(new)} of {len(lines)} trajectories kept (mean reward {mean:.3f})"

@@ -13,7 +13,7 @@ the seconds in lines and metadata.
 2. The same recipe, by the same commands, gives the same bytes, but for what other portions round
    (`settings.workload`). Its command goes on with a stopped output, and another recipe is refused.
 3. A group of lines (a tree, a result) depends on the recipe and on its own key alone. So whichever
-   process makes it, and however often, it is the same group.
+   process makes it, and however often, it is the same group, but for that rounding.
 
 No torch here, so that bellman.py starts at once.
 """

@@ -7,7 +7,7 @@
 # Trees, QNets and test tasks are fewer than elsewhere, so that a seed takes minutes; seed 0 has the run folder
 # runs/ENV-searches-seed0, and so on. -c, -k and --tau were chosen on validation tasks of one seed, on ALFWorld not at all.
 # Its rows of results.csv are of the agent "cloned, small", and have the splits "test 400-499" of WebShop, "valid_unseen,
-# first 100" of ALFWorld, and "lakes" of FrozenLake. Best-of-4 by the true reward is of the rows' commit alone.
+# first 100" of ALFWorld, and "lakes" of FrozenLake.
 set -eo pipefail
 ENV=webshop SEEDS=3 ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
