@@ -35,10 +35,10 @@ from typing import Any, ClassVar, Literal
 
 import envs
 from environments.replay import Turn, play_again, recognise, replay_demonstrations
-from qlass import UserError, demonstrations
+from qlass import UserError
 from qlass.batching import Sample, ask, drive
 from qlass.chat import Rendering
-from qlass.demonstrations import Demonstration
+from qlass.demonstrations import Demonstration, by_task
 from qlass.files import Inputs
 from qlass.inputs import find_agent
 from qlass.messages import Move, State, parse_action, replay, start, step
@@ -179,8 +179,8 @@ class Explorer:
         draws = 1 + EXTRA_DRAWS
         while not node.done and node.depth < self.max_steps:
             self.env.restore(node.snapshot)  # child_by() may have returned an old child
-            noise = (self.task_id, self.branches, node.depth)
-            candidates = await ask(self.env, node.state, draws, noise, self.rendering)
+            draw_key = (self.task_id, self.branches, node.depth)
+            candidates = await ask(self.env, node.state, draws, draw_key, self.rendering)
             actions = [candidate.text for candidate in candidates]
             new = [action for action in actions if self.key(action) not in node.children]
             node = self.child_by(node, new[0] if new else actions[0])
@@ -286,7 +286,7 @@ def build(
     settings = config.recipe() | env.settings
     trees = Output(config.path, config, settings, inputs, itemgetter("task_id"))
     if todo := trees.todo(tasks):
-        if demonstrations and not config.no_expert:  # the agent's own were played as it was cloned
+        if demonstrations and not config.no_expert:  # without --expert sft.py has played them
             replay_demonstrations([*demonstrations.values()], env, todo if config.expert else ())
         agent = load()
 
@@ -319,9 +319,9 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_config(config)
     sft = find_agent(config)
     expert: Path | None = None
-    by_task: dict[str, Demonstration] = {}
+    demonstrations: dict[str, Demonstration] = {}
     if config.tasks == "cloned" or not config.no_expert:
-        expert, by_task = demonstrations.by_task(config.expert, sft, env)
+        expert, demonstrations = by_task(config.expert, sft, env)
     inputs: Inputs = {"sft": sft, "expert": None if config.no_expert else expert}
 
     def load() -> Any:
@@ -329,7 +329,7 @@ def main(argv: list[str] | None = None) -> None:
 
         return load_agent(sft, config, env)
 
-    build(config, env, load, by_task, inputs)
+    build(config, env, load, demonstrations, inputs)
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ class Step:
     """Lines 5 to 9 of Algorithm 4."""
 
     state: State  # s_t
-    samples: Sequence[Candidate]  # M, as the agent wrote them
-    candidates: list[str]  # the distinct actions among them
+    samples: Sequence[Candidate]  # of the agent: M, or more where a method draws again
+    candidates: list[str]  # the distinct actions among them, M at most
     scores: list[float]  # of the candidates; nan where nothing scores them
     action: str  # the one taken
     observation: str  # what it led to
@@ -147,7 +147,7 @@ class Method:
         """The score of each distinct action of step `key` (task, episode, step)."""
         if self.by == "q":
             return await Score(state, tuple(actions))  # Q(s, a), by QNet
-        if self.by == "likelihood":  # log pi(a | s), with which the agent has drawn it
+        if self.by == "likelihood":  # log pi(a | s) of its first sample
             logprobs = {sample.text: sample.logprob for sample in reversed(samples)}
             return [logprobs[action] for action in actions]
         if self.by == "chance":
@@ -286,12 +286,12 @@ class Search:
             keys = [results.identity(fields | {"task_id": task_id}) for task_id in self.tasks]
             planned += keys
             todo = out.todo(keys)
-            lines = (
+            plays = (
                 self.play_task(method, task_id, n * env.replay_every < 5 or n % 50 == 0)
                 for n, (task_id, *_) in enumerate(todo)
             )
             side_by_side = config.in_flight or env.side_by_side
-            out.write(drive(lines, self.backends, side_by_side), str(method), len(todo))
+            out.write(drive(plays, self.backends, side_by_side), str(method), len(todo))
             rewards = [out.groups[key][0]["reward"] for key in keys if key in out.groups]
             mean = sum(rewards) / max(1, len(rewards))
             print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks")

@@ -87,21 +87,22 @@ def check_demonstrations(expert: list[Demonstration], chat: Chat, max_tokens: in
         for _, text in state.messages[1::2]:
             if match := chat.controls.search(text):
                 raise UserError(f"demonstration {number}: remove {match[0]!r} from its answers")
-            again = chat.text(chat.action_tokens(text, state.task))
-            if again != text.strip():
+            round_trip = chat.text(chat.action_tokens(text, state.task))
+            if round_trip != text.strip():
                 raise UserError(
                     f"demonstration {number}: the answer {text.strip()!r} comes back from its"
-                    f" tokens as {again!r}: change the text, --model, or `stop` in its policy.json"
+                    f" tokens as {round_trip!r}: change the text, --model, or `stop` in its"
+                    " policy.json"
                 )
-        first = sum(map(len, chat.message_tokens(state.prefix(state.opening + 2))))
-        if first > max_tokens:
+        length = sum(map(len, chat.message_tokens(state.prefix(state.opening + 2))))
+        if length > max_tokens:
             raise UserError(
-                f"demonstration {number}: its first action ends at token {first:,}, and"
+                f"demonstration {number}: its first action ends at token {length:,}, and"
                 f" {max_tokens:,} are read (--max-tokens, or the model's context)"
             )
         ends = chat.aids.example_ends(state)
-        tokens = [sum(map(len, chat.message_tokens(state.prefix(n)))) for n in ends]
-        lost += max(tokens) > max_tokens
+        lengths = [sum(map(len, chat.message_tokens(state.prefix(n)))) for n in ends]
+        lost += max(lengths) > max_tokens
     if lost:
         share = f"{lost} of {len(expert)} demonstrations"
         warn(f"actions beyond {max_tokens:,} tokens are lost in {share}")
@@ -112,7 +113,7 @@ NO_TARGET = -100  # the label of a token that the agent reads and does not write
 
 @dataclasses.dataclass
 class Example:
-    """A trajectory's tokens (T,), and their labels (T,): the same where the agent wrote them, else
+    """A trajectory's tokens (T,), and their labels (T,): the same for the assistant's, else
     NO_TARGET."""
 
     ids: list[int]
@@ -123,7 +124,7 @@ class Example:
 
     @property
     def targets(self) -> int:
-        """The number of tokens that the agent wrote."""
+        """The number of the assistant's tokens."""
         return len(self.labels) - self.labels.count(NO_TARGET)
 
 
@@ -162,7 +163,7 @@ def sft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
     """Eq. (5): -sum_t log pi(a_t | s_t) in nats, of each token given what stands before it; ().
 
     The output layer is wide, and most tokens are only read. So logits are computed at K of the
-    T - 1 positions: those at which some row predicts a token that the agent wrote. Rows are padded
+    T - 1 positions: those at which some row predicts a token of the assistant. Rows are padded
     on the right, where a causal model needs no mask.
     """
     ids = pad_sequence([torch.tensor(e.ids) for e in examples], batch_first=True)  # (B, T)
@@ -211,7 +212,7 @@ def train(
 
 @torch.no_grad()
 def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | None:
-    """Eq. (5) per token that the agent writes, in nats, given the expert's own history; None
+    """Eq. (5) per token of the assistant, in nats, given the expert's own history; None
     without examples."""
     model.eval()
     if not examples:

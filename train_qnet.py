@@ -150,8 +150,8 @@ def scorer(qnet: QNet, plain: bool = False, cache_gb: float | None = None) -> An
 def family_loss(
     qnet: QNet, family: Sequence[Pair], loss_on: str = "all", rank_weight: float = 0.0
 ) -> torch.Tensor:
-    """Eq. (11) of each pair: 1/n sum_j (V_j - q)^2 over the n tokens that `loss_on` says, (); and
-    rank_weight times a loss on the differences of siblings.
+    """The sum over pairs of Eq. (11), 1/n sum_j (V_j - q)^2 over the n tokens that `loss_on` says,
+    plus rank_weight times a loss on the differences of siblings, ().
 
     For the k siblings of a state, with the error e(a) = V(s, a) - q(s, a) at the last token of a,
 

@@ -68,7 +68,7 @@ model, tokenizer = tiny_model(text for trajectory in trajectories for _, text in
 chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
 
 # Tokens of s_t, which here are those of the last observation, and of the expert's a_t.
-examples = [chat.message_tokens(t.prefix(n)) for t in trajectories for n in chat.aids.example_ends(t)]
+examples = [chat.message_tokens(state.prefix(n)) for state in trajectories for n in chat.aids.example_ends(state)]
 
 
 def cloning_loss(batch: list[list[list[int]]]) -> torch.Tensor:
@@ -197,7 +197,7 @@ class QNet(nn.Module):
 
 torch.manual_seed(SEED)
 qnet = QNet(copy.deepcopy(model.base_model))
-# (s, a, q). The scripts hold out every tenth tree, from the first on, to see how QNet ranks siblings.
+# (s, a, q) of all trees but every tenth, from the first on, by which the scripts see how QNet ranks siblings.
 training_set = [node for number, root in enumerate(trees.values()) if number % 10 for node in root.subtree()]
 pairs = [(node.parent.state, node.action, node.q) for node in training_set if node.parent]
 

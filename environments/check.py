@@ -50,8 +50,8 @@ def play_rules(env: TextEnv) -> tuple[int, float]:
     check_page(env, page, info)
     named = info.get("task_id") == task and isinstance(info.get("task"), str)
     assert named, "info has task_id and task, both texts"
-    alike = elsewhere["task"] == info["task"]  # of all tasks: then the instruction may have it
-    sentence, read = (" ".join(text.lower().split()) for text in (info["task"], env.instruction * alike + page))
+    instruction = env.instruction if elsewhere["task"] == info["task"] else ""  # a task that all share may stand there
+    sentence, read = (" ".join(text.lower().split()) for text in (info["task"], instruction + page))
     assert page.strip() and sentence, "info's task and the first observation are not empty"
     assert sentence in read, "info's task stands in the first observation or, if all tasks have it, in the instruction"
 

@@ -126,7 +126,7 @@ def compare(demonstration: Demonstration, fork: TextEnv) -> tuple[float, dict[st
     for action, page, move in zip(state.actions, state.observations, moves, strict=False):  # each move leads to a page
         if not move.action:  # the task's start
             fork.forget()
-        answer = move.state.observation + " [the end]" * move.done
+        answer = move.state.observation + (" [the end]" if move.done else "")
         if answer != page:
             problems.setdefault("other pages than recorded", difference(answer, page))
         valid = valid or fork.knows(parse_action(action))

@@ -74,8 +74,8 @@ class Variant(Method):
         for _ in range(2 if self.distinct else 0):
             if len(q_search.distinct_actions(env, [sample.text for sample in samples])) >= self.M:
                 break
-            noise = (*key, len(samples))  # the same key would draw the same
-            samples = samples + await super().draw(env, state, noise, rendering)
+            draw_key = (*key, len(samples))  # the same key would draw the same
+            samples = samples + await super().draw(env, state, draw_key, rendering)
         return samples
 
     def outcome(self, chat: Chat, best: Episode, episodes: list[Episode]) -> dict:

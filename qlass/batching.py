@@ -32,7 +32,7 @@ class Candidate:
 
     text: str
     tokens: int  # sampled, the end of the turn included
-    logprob: float  # log pi(a | s) in nats, at the request's temperature (in place of 0 at 1)
+    logprob: float  # log pi(a | s) in nats, at the request's temperature (at 1 where it is 0)
     ids: tuple[int, ...] = ()  # of free text, as sampled: tokenizing the text may give others
 
 

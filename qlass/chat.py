@@ -244,7 +244,7 @@ class Chat:
 
     def fixed_messages(self, state: State) -> int:
         """The number of lists at a prompt's front that stay: instruction, agreement, task."""
-        return 1 + state.opening * self.aids.keep_instruction
+        return 1 + (state.opening if self.aids.keep_instruction else 0)
 
     def is_truncated(self, state: State) -> bool:
         """True if its prompt lacks old turns."""

@@ -90,7 +90,7 @@ def opening_of(messages: list[dict]) -> int:
     yet, else 0."""
     answers = [turn["content"] for turn in messages[1::2]]
     acts = ["Action:" in text for text in answers]
-    return 2 * (answers[:1] == ["OK"] or (any(acts) and not acts[0]))
+    return 2 if answers[:1] == ["OK"] or (any(acts) and not acts[0]) else 0
 
 
 def demonstrations_of(checkpoint: Path) -> tuple[Path | None, int | None]:
@@ -105,7 +105,7 @@ def by_task(
     named: Path | None, sft: Path, env: TextEnv
 ) -> tuple[Path | None, dict[str, Demonstration]]:
     """The named file, or the one that the agent was cloned from; of each task in it the first line
-    or, if it has a higher reward, the best of the expert's. No reward counts as 0."""
+    or, if it has a higher reward, the best of the expert's. A missing reward counts as 0."""
     path, most = (named, None) if named else demonstrations_of(sft)
     if path is None:
         warn(f"{sft}: its demonstrations are not at hand (--expert)")

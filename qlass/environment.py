@@ -139,11 +139,11 @@ class TextEnv(gymnasium.Env):
     def restore(self, snapshot: Any) -> None:
         """Return to a snapshot, which stays as it is: several branches begin there.
 
-        `load` finds the task begun, and the luck as it was then, so that it may play it again.
+        `load` finds the task begun with the snapshot's luck, so that it may play the episode again.
         """
         task_id, luck, steps, end, chance, saved = snapshot
         self.reseed(luck)
-        if (task_id, luck) != (self.task_id, self.luck):  # `begin` may draw
+        if (task_id, luck) != (self.task_id, self.luck):  # on which `begin` may depend
             self.task_id, self.luck = task_id, luck
             self.begin(task_id)
             self.reseed(self.luck)

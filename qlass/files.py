@@ -110,7 +110,7 @@ def meta_of(output: Path) -> dict:
 
 
 def read_meta(path: Path) -> dict:
-    """Metadata, which may have neither recipe nor inputs."""
+    """The metadata in a file, with an empty recipe and no inputs where these are missing."""
     return {"recipe": {}, "inputs": {}} | (read_json(path, Metadata) if path.exists() else {})
 
 

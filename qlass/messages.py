@@ -43,7 +43,7 @@ class State:
         return dataclasses.replace(self, messages=self.messages + turn)
 
     def prefix(self, n: int) -> State:
-        """The first n messages."""
+        """The first n messages; with -n all but the last n."""
         return dataclasses.replace(self, messages=self.messages[:n])
 
     @staticmethod

@@ -73,8 +73,8 @@ def families(pairs: list[Pair]) -> list[list[Pair]]:
 
 
 def hold_out_trees(trees: list[list[Pair]]) -> tuple[list[list[Pair]], list[list[Pair]]]:
-    """Trees to train on, and every tenth, from the first on, to validate; one that alone has pairs
-    is both."""
+    """Trees to train on, and every tenth, from the first on, to validate; if no other tree has a
+    pair, all are to train on."""
     training_set = [tree for i, tree in enumerate(trees) if i % HELD_OUT]
     return training_set if any(training_set) else trees, trees[::HELD_OUT]
 

@@ -22,7 +22,7 @@ from qlass.files import warn
 from qlass.messages import State, react
 from qlass.noise import uniforms
 
-# One question for every checkpoint, which tells whether a server has its weights.
+# One question for every checkpoint. The answer tells whether files or a server have its weights.
 TASK = "put a clean cup into the drawer 4."
 PAGE = "You are in the middle of a kitchen. Around you are a sink 1 and a table 2. Your task: "
 QUESTION = LogProb(
@@ -103,7 +103,7 @@ class Policy:
 
         logits: (B, V). temperature: (B,); at 0 the likeliest token is taken. noise: (B,), random
         numbers in [0, 1). Returns tokens (B,) and their log-probabilities (B,) at this temperature,
-        in place of 0 at 1.
+        at 1 where it is 0.
         """
         greedy = (temperature == 0)[:, None]
         divisor = torch.where(greedy, 1.0, temperature[:, None])

@@ -55,7 +55,7 @@ def costs_of(
     prompt = environment_tokens(chat, (step.state for step in steps))
     read = sum(len(chat.action_tokens(action, state.task)) for state, action in by_qnet)
     generated = sum(candidate.tokens for step in steps for candidate in step.samples)
-    tokens = {"prompt": prompt, "generated": generated, "scored": read and prompt + read}
+    tokens = {"prompt": prompt, "generated": generated, "scored": prompt + read if read else 0}
     cut_prompts = len([step for step in steps if chat.is_truncated(step.state)])
     return {"tokens": tokens, "cut_prompts": cut_prompts}
 

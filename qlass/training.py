@@ -136,8 +136,8 @@ class Training:
 
     @property
     def logs(self) -> bool:
-        """True for the process that writes the log; not while it is of what stays until the new
-        training has a state."""
+        """True for the process that writes the log, unless the file is still an older training's,
+        which stays until the new one has a state."""
         return is_first() and not (self.again and is_begun(self.out))
 
     @property

@@ -38,8 +38,8 @@ def select(x: Tensor, places: list[Tensor]) -> list[Tensor]:
 def attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """transformers' "sdpa". With the option `blocks`, of all layers and of the last one, it returns
-    0 for a token that is no query of a block."""
+    """transformers' "sdpa". With the option `blocks`, the first for all layers but the last and the
+    second for that one, it returns 0 for a token that is no query of a block."""
     of_layer = options.pop("blocks", None)
     if mask is None or not of_layer or q.dtype != mask.dtype or options.get("dropout"):
         return sdpa_attention_forward(module, q, k, v, mask, **options)

@@ -135,7 +135,7 @@ class PromptCache:
     ) -> None:
         """forward: the model's outputs. budget: padded tokens of a pass."""
         self.model, self.forward, self.budget = model, forward, budget
-        self.free_bytes = free_bytes_for(model, gigabytes)  # for all entries together
+        self.capacity = free_bytes_for(model, gigabytes)  # bytes of all entries together
         self.used = 0
         self.full = False
         self.round = 0
@@ -197,7 +197,7 @@ class PromptCache:
         for turn, path in row.turns.values():
             if turn.name in self._entries:
                 continue
-            if self.used + size * len(path) > self.free_bytes:
+            if self.used + size * len(path) > self.capacity:
                 self.full = True
                 return  # the turns that continue this one come later
             columns = torch.tensor(row.columns(path), device=layers[0].device)
@@ -209,7 +209,7 @@ class PromptCache:
         """Put each question's tails through the model after its prompt, every token once. Readings
         come in any order.
 
-        What a large family did not fit in is read after what its first row left in the cache.
+        What has no room in a large family's row is read after what that row left in the cache.
         """
         self.next_round()
         waiting = list(range(len(questions)))
