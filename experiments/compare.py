@@ -192,8 +192,7 @@ def methods_named(name: str, env: envs.TextEnv, config: Config) -> list[Method]:
 
 def everything(env: envs.TextEnv, config: Config) -> list[Method]:
     """The comparison of all methods, best-of-N by Q and by the reward."""
-    once = dataclasses.replace(config, N=())
-    widest = dataclasses.replace(once, M=(max(config.M),))
+    widest = dataclasses.replace(config, M=(max(config.M),))
     plan = []
 
     def has(name: str) -> bool:  # a class of one's own may lack it
@@ -201,22 +200,20 @@ def everything(env: envs.TextEnv, config: Config) -> list[Method]:
 
     missing = {"oracle": not (has("oracle") or has("expert")), "expert": not has("expert")}
     for name in ("oracle", "expert", "rule", "greedy", "sample"):
-        plan += [] if missing.get(name) else methods_named(name, env, once)
+        plan += [] if missing.get(name) else methods_named(name, env, config)
     for by in ("q", "oracle"):
-        plan += methods_named("best_of_n", env, dataclasses.replace(once, select=by))
+        plan += methods_named("best_of_n", env, dataclasses.replace(config, select=by))
     plan += methods_of("random", widest)
     if has("optimal_value"):
         plan += methods_named("oracle_step", env, widest)
-    plan += methods_of("qlass", once)
+    plan += methods_of("qlass", config)
     if not config.server:  # which does not tell the pi(a | s) of its draws
-        plan += methods_of("likeliest", once)
+        plan += methods_of("likeliest", config)
     return plan
 
 
 def settings_of(argv: list[str] | None) -> Config:
     config = read_settings(Config, __doc__, argv)
-    if config.N and "all" in config.method:
-        raise UserError("--method all has N = M of best-of-N alone: leave -N out, or name methods")
     if not config.M:
         config = dataclasses.replace(config, M=(2, 4, 6) if "all" in config.method else (2,))
     if config.paraphrase_server:

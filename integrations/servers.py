@@ -185,9 +185,9 @@ class Server:
                         status = getattr(error, "status_code", 500)  # no reply is as one of a server that is away
                         if (tries and not self.answered) or not (status in (408, 409, 429) or status >= 500):
                             raise
-                        asked = retry_after(error)
-                        problem = f"it asks for {asked:g} seconds: {error}" if asked else str(error)
-                        pause = max(min(2**tries / 2, 8), asked)
+                        delay = retry_after(error)
+                        problem = f"it asks for {delay:g} seconds: {error}" if delay else str(error)
+                        pause = max(min(2**tries / 2, 8), delay)
                     waits = clock() - start + pause
                     if waits > self.timeout:
                         break

@@ -39,7 +39,6 @@ class Config(Run):
     expert: Path | None = place(None)  # demonstrations (RUN/expert.jsonl)
     number: PositiveInt = workload(1)  # which of them, from 1
     tokenizer: str | None = place(None)  # a model's, with its chat template (RUN/sft's, or the tiny model's)
-    max_tokens: PositiveInt | None = workload(None)  # where sft.py cuts a trajectory (as in the run's settings)
 
 
 def chat_of(config: Config, env: envs.TextEnv, expert: list[Demonstration]) -> Chat:
@@ -96,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--number {config.number}: {path} has {len(expert)} demonstrations")
     demonstration, chat = expert[config.number - 1], chat_of(config, env, expert)
     print(f"{path}: demonstration {config.number} of {len(expert)}\n\nas the model sees it:")
-    limit = config.max_tokens or settings_in(config.file, "sft").get("max_tokens", 4096)
+    limit = settings_in(config.file, "sft").get("max_tokens", 4096)
     print(*as_the_model_sees_it(chat, demonstration, limit), sep="\n")
     if demonstration.task_id in env.split_ids("train"):
         print(f"\n{len(demonstration.state.actions)} actions:", *replayed(demonstration, env), sep="\n")

@@ -66,17 +66,11 @@ def sections(
 def episode(inputs: Iterable[Path]) -> str:
     """A picture of one search of QLASS; "" if none of the files has one that had a choice."""
     lines = [line for path in inputs for _, line in lines_of(path) if line["method"] == "qlass"]
-    best = max(filter(scored, lines), key=worth, default={})
+    best = max(lines, key=worth, default={})
     if not choices(best):
         return ""
     n = len({line["task_id"] for line in lines})
     return image(figures.episode(best), EPISODE.format(task=best["task_id"], n=n))
-
-
-def scored(line: dict) -> bool:
-    """True if no candidate lacks a Q-value, as another program's may."""
-    candidates = [c for step in line.get("steps", ()) for c in step.get("candidates") or ()]
-    return all(candidate["q"] is not None for candidate in candidates)
 
 
 def section(title: str, body: str) -> str:
@@ -108,7 +102,7 @@ def table(rows: pd.DataFrame) -> str:
         return f'<div class="wide" tabindex="0">{rows.to_html(index=False, border=0)}</div>'
 
 
-def apart(node: dict) -> dict:
+def thought_and_action(node: dict) -> dict:
     """A node with its action as it is executed, and what stands before it as its thought."""
     text = (node["action"] or "").strip()
     action = parse_action(text)
@@ -121,6 +115,6 @@ def tree_data(path: Path | None, limit: int = 60) -> str:
     if path is None:
         return "null"
     trees = list(read_trees(path, TreeLine))
-    some = trees[:: max(1, math.ceil(len(trees) / limit))]
-    data = {"total": len(trees), "trees": [list(map(apart, tree)) for tree in some]}
+    sample = trees[:: max(1, math.ceil(len(trees) / limit))]
+    data = {"total": len(trees), "trees": [list(map(thought_and_action, tree)) for tree in sample]}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

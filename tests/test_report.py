@@ -331,12 +331,6 @@ def test_the_viewer_shows_the_action_that_was_executed(tmp_path):
     assert node["action"] == "go: to sink 1" and node["thought"].endswith("I see no Action: yet.")
 
 
-def test_a_search_without_scores_has_no_picture(tmp_path):
-    step = {"candidates": [{"action": action, "q": None} for action in "ab"], "action": "a", "observation": ""}
-    write(tmp_path / "results.jsonl", [RESULT | {"method": "qlass", "M": 2, "steps": [step]}])
-    assert page.episode([tmp_path / "results.jsonl"]) == ""
-
-
 STUB = """const any = new Proxy(function () {}, {
     get: (_, name) => name === Symbol.toPrimitive ? () => '' : name === 'textContent' ? DATA : any,
     apply: () => any, set: () => true});
