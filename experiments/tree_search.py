@@ -130,7 +130,7 @@ class Search:
             self.restores += 1
             self.replayed += len(node.path)
         if copy:
-            chance = uniforms(1, "copy", self.task_id, self.env_steps, self.restores)[0]
+            chance = uniforms(1, "copy", self.method.seed, self.task_id, self.env_steps, self.restores)[0]
             self.env.reseed(int(chance * 2**32))
 
     def follow(self, node: Node, child: Node) -> Node:
@@ -216,7 +216,7 @@ class Search:
             weights = np.exp((gains - gains.max()) / max(tau, 1e-6))
             weights /= weights.sum()
             if 1 / (weights**2).sum() < n / 2:
-                u = uniforms(1, "resampled", self.task_id, self.env_steps)[0]
+                u = uniforms(1, "resampled", self.method.seed, self.task_id, self.env_steps)[0]
                 copies = np.diff(np.floor(n * weights.cumsum() + u), prepend=0).astype(int)
                 spare = [i for i in range(n) for _ in range(copies[i] - 1)]
                 sources = [i if copies[i] else spare.pop() for i in range(n)]
@@ -271,7 +271,7 @@ class TreeSearch(Variant):
 
 def plan_of(config: Config, gamma: float, backends: Backends) -> list[TreeSearch]:
     """The methods that the settings name, each with every value of its own settings. gamma: of the QNet's labels."""
-    models = {"sample": backends[Sample], "score": backends[Score]}
+    shared = {"sample": backends[Sample], "score": backends[Score], "seed": config.seed}
     grid = {"S": config.S, "k": config.k, "tau": config.tau, "c": config.c, "gamma": (gamma,)}
     plan = []
     for name in config.method:
@@ -283,7 +283,7 @@ def plan_of(config: Config, gamma: float, backends: Backends) -> list[TreeSearch
         for (M, N), *values in product(budgets, *map(grid.get, names)):
             own = tuple(zip(names, values, strict=True))
             player = " ".join(f"{setting}={value:g}" for setting, value in own)
-            plan.append(TreeSearch(name, M=M, N=N, select="q", player=player, own=own, **models))
+            plan.append(TreeSearch(name, M=M, N=N, select="q", player=player, own=own, **shared))
     return plan
 
 

@@ -47,10 +47,10 @@ def answer(q=true_q, draw=BOTH):
     return lambda request: draw(request) if isinstance(request, Sample) else q(request)
 
 
-def play(name, M=2, N=1, q=true_q, draw=BOTH, env=None, task="test0", **settings):
+def play(name, M=2, N=1, q=true_q, draw=BOTH, env=None, task="test0", seed=0, **settings):
     """The line of a search, its actions, the environment, and the requests one by one."""
     env = env or FakeEnv()
-    method = TreeSearch(name, M=M, N=N, select="q", own=tuple(settings.items()))
+    method = TreeSearch(name, M=M, N=N, select="q", own=tuple(settings.items()), seed=seed)
     reply = answer(q, draw)
     record, asked = run(method.play(env, task, CHAT), lambda together: list(map(reply, together.items)))
     requests = [request for together in asked for request in together.items]
@@ -135,6 +135,23 @@ def test_light_particles_give_way_to_copies_of_the_heavy():
     assert path == ("right", "right", "right") and record["reward"] == 1
     assert keys == {(i, t) for i in range(4) for t in range(3)}
     assert (record["env_steps"], record["restores"], record["env_steps_replayed"], record["resets"]) == (12, 3, 15, 4)
+
+
+def test_another_seed_gives_other_copies_and_other_slips():
+    def copies(seed):  # one chain weighs .77, and three .077: of four it is to have 3.08, and chance makes it 3 or 4
+        draw = lambda r: say("left" if r.key[1] else "right")  # noqa: E731
+        q = lambda r: [0.23 * r.actions[0].endswith("right")]  # noqa: E731
+        return play("particles", 1, 4, q, draw, tau=0.1, gamma=1.0, seed=seed)[0]["restores"]
+
+    def slips(seed):
+        env, seeds = envs.make("frozenlake", map="4x4", slippery=True), []
+        env.reseed = seeds.append
+        draw = lambda r: say("left", "down")  # noqa: E731
+        play("beam", k=1, env=env, task=env.task_ids("all")[0], q=lambda r: [0.1, 0.2], draw=draw, seed=seed)
+        return seeds
+
+    assert len(set(map(copies, range(40)))) > 1 and copies(3) == copies(3)
+    assert slips(0)[1] != slips(1)[1] and slips(1) == slips(1)
 
 
 def reverse(node):
