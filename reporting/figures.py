@@ -143,7 +143,8 @@ def episode(line: dict, words: Callable[[str], str] = parse_action) -> Figure:
     figure = Figure(figsize=(WIDTH, 1), layout="constrained")
     axes = figure.subplots()
     for number, step in enumerate(line["steps"], 1):
-        ranked = sorted(step["candidates"], key=lambda candidate: -candidate["q"])
+        scored = [candidate for candidate in step["candidates"] if candidate["q"] is not None]
+        ranked = sorted(scored, key=lambda candidate: -candidate["q"])
         for place, candidate in enumerate(ranked if len(ranked) > 1 else []):
             height, q = len(labels) + number / 2, candidate["q"]
             axes.barh(height, q, color=TAKEN if candidate["action"] == step["action"] else REST)

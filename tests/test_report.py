@@ -301,6 +301,14 @@ def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
     assert "tree_train_0.svg: the 6 nodes of task train_0" in capsys.readouterr().out
 
 
+def test_a_candidate_without_a_score_is_not_drawn(tmp_path):
+    candidates = [{"action": f"Action: {word}", "q": q} for word, q in {"left": 0.2, "up": None, "right": 0.7}.items()]
+    step = {"action": "Action: left", "candidates": candidates}
+    figures.save(figures.episode(RESULT | {"steps": [step]}), tmp_path / "a.svg")
+    drawn = "".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
+    assert "step 1: right" in drawn and "left" in drawn and "up" not in drawn
+
+
 def test_what_xml_forbids_is_drawn_as_a_mark(tmp_path):
     step = {"action": "Action: \x1b[1m", "candidates": [{"action": a, "q": 0.5} for a in ("Action: \x1b[1m", "\uffff")]}
     figures.save(figures.episode(RESULT | {"task": "é\x00\n", "steps": [step]}), tmp_path / "a.svg")
