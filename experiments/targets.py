@@ -8,7 +8,7 @@ td   r + gamma times the mean of the children: where TD(0) settles on the tree's
 mc   the discounted reward of the branch that made the node: the sample that a Monte-Carlo value net regresses on
 avg, reward   the process rewards beside Eq. (7) in Section 5.2 of the paper (Fig. 4)
 imitation     1 on the demonstration's nodes, else 0: who is the demonstrator, and no reward
-placebo       Eq. (7)'s values, permuted among the children of each node by --seed: no order of siblings is learned
+placebo       Eq. (7)'s values, permuted among the children of each node by --seed: the order of siblings is chance
 """
 
 import dataclasses

@@ -15,7 +15,8 @@
 #   KIND=mixed bash runs/judges.sh --halves 197 198 199 200 201    mixed, or noisy with agents of one epoch
 # The judges: QNets on Q-values with rank weight (rank) and by Eq. 11 (all); on these values permuted among siblings (placebo);
 # on labels of imitation; on Q-values of trees without demonstrations (alone); and the agent cloned for three epochs (longer).
-# Beside them stand an agent of five epochs, which has as many training tokens as agent and QNet, and best-of-4 by `rank`.
+# Beside them stand an agent of five epochs, with some four fifths of the training tokens of agent and QNet, and best-of-4
+# by `rank`.
 # Run it again after a stop: trainings, trees and results that are there are kept, the others resume.
 set -eo pipefail
 ENV=webshop
@@ -92,11 +93,12 @@ others() {  # judges in the first shops alone
     mkdir -p "$RUN/qnet-other"
     cp "${IN:-runs}/judges-$((SEED < 185 ? SEED + 1 : 181))/qnet-rank/"* "$RUN/qnet-other"
     another_qnet last --rank-weight 0
+    another_qnet rank-9 --rank-weight 9  # among siblings Q differs by less than labels of imitation do
     qnet_of mc mc
     stage -m experiments.tree_grpo "${common[@]}" --run "$RUN" --val 200 --budget 400000 --rounds 0 -M 4 --name grpo
     variant grpo "$agent, chain GRPO" --method greedy --sft "$RUN/sft-grpo"
-    judges others 6 -- "qnet=$RUN/qnet-rank" "qnet=$RUN/qnet-last" "qnet=$RUN/qnet-mc" "qnet=$RUN/qnet-other" \
-        "gain=$RUN/sft-grpo,$RUN/sft" "agent=$RUN/sft-grpo" vote chance true_value
+    judges others 6 -- "qnet=$RUN/qnet-rank" "qnet=$RUN/qnet-last" "qnet=$RUN/qnet-rank-9" "qnet=$RUN/qnet-mc" \
+        "qnet=$RUN/qnet-other" "gain=$RUN/sft-grpo,$RUN/sft" "agent=$RUN/sft-grpo" vote chance true_value
 }
 free() {
     clone --epochs 1 --candidates free
