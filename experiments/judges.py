@@ -12,14 +12,14 @@
     untried             or another score of experiments.qval that knows no true value, of equal ones one at random
     FILE.py:NAME        a function of your own, of a State and the list of its candidates: the list of their scores
 
-In the same state all judges see the draws of q_search.py --method qlass. A line of RUN/results-judges.jsonl has the method "judge" and,
-as `player`, the folder's name (of two AFTER-BEFORE), FILE.py:NAME or the word. The table shows each judge's reward, its
-difference from the first judge, the tokens (a judge's model is charged the candidates, once, and not what else a score
-of experiments.qval asks) and seconds of a task, and the share of pairs of siblings in held-out trees
-(RUN/q_labels.jsonl) that it ranks as their q: where the demonstration's action is the better one of the two, where it
-is the worse one, and where neither or both are the demonstration's. These trees are held out from QNet's training, not
-from an agent that was cloned on their tasks, nor from the tables of the scores tree_*. What is played is not played
-again, so a judge may come later.
+In the same state all judges see the draws of q_search.py --method qlass. A line of RUN/results-judges.jsonl has the
+method "judge" and, as `player`, the folder's name (of two AFTER-BEFORE), FILE.py:NAME or the word. The table shows each
+judge's reward, its difference from the first judge, the tokens (a judge's model is charged the candidates, once, and
+not what else a score of experiments.qval asks) and seconds of a task, and the share of pairs of siblings in held-out
+trees (RUN/q_labels.jsonl) that it ranks as their q: where the demonstration's action is the better one of the two,
+where it is the worse one, and where neither or both are the demonstration's. These trees are held out from QNet's
+training, not from an agent that was cloned on their tasks, nor from the tables of the scores tree_*. What is played is
+not played again, so a judge may come later.
 """
 
 import dataclasses

@@ -1,6 +1,8 @@
 """One CPU thread for every test: models are tiny, and the machine may be shared. Fixtures that several stages use."""
 
 import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: the promises on equal files are for float32
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,13 @@ from train_qnet import QNet
 torch.set_num_threads(1)
 settings.register_profile("same everywhere", derandomize=True, deadline=None)  # a shared machine has slow moments
 settings.load_profile("same everywhere")
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the promises on equal files are for float32
 os.environ.pop("ALFWORLD_DATA", None)  # the bundled games
 for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # of a hook that runs the tests
     os.environ.pop(name, None)
-os.environ |= {"MPLBACKEND": "agg", "COLUMNS": "80", "no_proxy": "127.0.0.1"}
+for name in ("all_proxy", "http_proxy", "https_proxy"):  # the fake servers are here
+    os.environ.pop(name, None)
+    os.environ.pop(name.upper(), None)
+os.environ |= {"MPLBACKEND": "agg", "COLUMNS": "80"}
 
 
 @pytest.fixture(autouse=True)

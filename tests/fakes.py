@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gzip
 import itertools
@@ -404,7 +405,8 @@ def settings_of(stage: Any, *argv: str) -> Any:
 # ---------------------------------------------------------------------------------------- recordings of WebShop
 
 SHARED = Path(os.environ.get("QLASS_SHARED", ROOT.parent / "shared")) / "webshop"
-recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
+HAS_RECORDINGS = (SHARED / "golden.jsonl.gz").is_file() and (SHARED.parent / "alfworld").is_dir()
+recorded = pytest.mark.skipif(not HAS_RECORDINGS, reason="the recordings of the original engine are not here")
 
 
 def lines(path):
@@ -560,6 +562,7 @@ class FastLoop(asyncio.SelectorEventLoop):
 
 def free_port() -> str:
     """A port below those that systems give to others."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 20000 + int.from_bytes(os.urandom(2)) % 12000))
-        return str(free.getsockname()[1])
+    while True:
+        with socket.socket() as free, contextlib.suppress(OSError):  # where it is in use
+            free.bind(("127.0.0.1", 20000 + int.from_bytes(os.urandom(2)) % 12000))
+            return str(free.getsockname()[1])

@@ -322,7 +322,7 @@ def launch(main, argv: list[str], code: int, n: int = 2) -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(n)}
     started = [fork(main, argv, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(n)]
     for process in started:
-        process.join(600)
+        process.join(3600)
     assert [process.exitcode for process in started] == [code] * n
 
 
