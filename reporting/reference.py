@@ -73,7 +73,7 @@ def gains(lines: pd.DataFrame, results: pd.DataFrame) -> Figure:
 def main() -> None:
     texts = dict.fromkeys(ROWS, "") | {"seed": ""}
     results = pd.read_csv(FOLDER / "results.csv", dtype=dict.fromkeys(texts, str)).fillna(texts)
-    results["method"] = results["method"].str.extract(r"^(\w+)")  # of MCTS all numbers of simulations
+    results["method"] = results["method"].str.extract(r"^(judge: [\w-]+|\w+)")  # of MCTS all numbers of simulations
     results = results.set_index(ROWS).sort_index()
     means = results["seed"] == "all"
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
