@@ -9,7 +9,7 @@
 #   bash runs/judges.sh --free [SEED ...]       not planned: the agent writes its actions    (default: 181 to 185)
 #   bash runs/judges.sh --pilot [SEED ...]      demonstrators who err (experiments.demonstrators --kind halves) and an agent of
 #                                               three epochs, on validation tasks: eight ways to grow trees and to play, of
-#                                               which the best is to be that of --halves    (default: 207 208)
+#                                               which the best is that of --halves    (default: 207 208)
 #   bash runs/judges.sh --halves [SEED ...]     the same on test tasks, beside cloning from the best paid, and RFT from the
 #                                               same trees    (default: 197 to 206)
 #   KIND=mixed bash runs/judges.sh --halves 197 198 199 200 201    mixed, or noisy with agents of one epoch
@@ -158,7 +158,7 @@ case $mode in
         epochs=3 name=$kind
         [ "$kind" != noisy ] || epochs=1
         agent="cloned from 1000, $kind" tasks=(--temperature 1 --limit 400)
-        trees=(--tasks cloned --limit 1000 --rollouts 6 --temperature 1) ;;
+        trees=(--tasks cloned --limit 1000 --rollouts 6 --prune tail --temperature 1) ;;  # the best of the pilot
 esac
 for seed; do
     shop $name "$seed"
