@@ -3,11 +3,14 @@
     python -m experiments.demonstrators --run RUN --kind halves --out RUN/halves.jsonl
     python -m experiments.demonstrators --run RUN --kind halves --best 400 --out RUN/halves-best.jsonl
     python -m experiments.demonstrators --run RUN --kind noisy --episodes RUN/results-train.jsonl --out RUN/noisy.jsonl
+    python -m experiments.demonstrators --run RUN --trees RUN/trees.jsonl --out RUN/branches.jsonl
 
 halves   half of them find the product as the expert does, and choose no options; half take the first product on the
-         page, and choose its options; one in eight is right in both, as its first product is the right one
+         page, and choose its options; one in ten is right in both, as its first product is the right one
 mixed    the expert's or, in 63 %, by one who searches, takes the first product and buys it without options
 noisy    an agent's episodes on these tasks, as q_search.py --split train --method sample has played them
+
+Trees that hold such demonstrations have better branches: --trees takes the best of each, whoever made it.
 """
 
 import dataclasses
@@ -23,7 +26,9 @@ from qlass.environment import Player, TextEnv
 from qlass.files import Inputs, read_jsonl
 from qlass.noise import uniforms
 from qlass.outputs import begin, publish
-from qlass.settings import NonNegativeInt, PositiveInt, Run, place, read_settings, run_stage
+from qlass.pairs import states_of
+from qlass.settings import Fraction, NonNegativeInt, PositiveInt, Run, place, read_settings, run_stage
+from qlass.trees import read_trees
 
 CARELESS = {"halves": 0.5, "mixed": 0.63}  # the share of demonstrators who take the first product
 
@@ -34,9 +39,12 @@ class Config(Run):
 
     out: Path = place(Path("demonstrations.jsonl"))  # a file in expert.jsonl's layout
     kind: Literal["halves", "mixed", "noisy"] = "halves"
-    limit: PositiveInt = 1000  # number of training tasks
+    limit: PositiveInt = 1000  # number of tasks
+    split: str = "train"  # of these tasks
+    careless: Fraction | None = None  # share of those who take the first product (of the kind)
     best: NonNegativeInt = 0  # the best paid of them alone (0: all)
     episodes: Path | None = place(None)  # of noisy: a results.jsonl
+    trees: Path | None = place(None)  # the best branch of each tree, in the place of demonstrations
 
 
 def without_options(env: TextEnv, moves: Player) -> Player:
@@ -48,15 +56,26 @@ def without_options(env: TextEnv, moves: Player) -> Player:
 def demonstrator(env: TextEnv, task_id: str, config: Config) -> Player:
     """The moves of the demonstrator whom chance gives to a task."""
     (luck,) = uniforms(1, config.seed, config.kind, task_id)
-    careless = luck < CARELESS[config.kind]
+    careless = luck < (CARELESS[config.kind] if config.careless is None else config.careless)
     moves = env.rules()["first result"]() if careless else read(env)
     leaves_out = careless if config.kind == "mixed" else not careless
     return without_options(env, moves) if leaves_out else moves
 
 
+def best_actions(tree: list[dict]) -> list[str]:
+    """The branch of the highest reward, of equals the shortest, and of these the demonstrator's."""
+    ends = [node for node in tree if node["done"]]
+    best = max(ends, key=lambda node: (node["reward"], -node["depth"], node["expert"]))
+    return [*states_of(tree)[best["parent_id"]].actions, best["action"]]
+
+
 def lines_of(env: TextEnv, config: Config) -> Iterator[dict]:
     """A line of expert.jsonl for each task."""
-    tasks = env.task_ids("train")[: config.limit]
+    if config.trees:
+        for tree in read_trees(config.trees):
+            yield demonstrate(env, tree[0]["task_id"], best_actions(tree))
+        return
+    tasks = env.task_ids(config.split)[: config.limit]
     if config.kind == "noisy":
         if config.episodes is None:
             raise UserError("--kind noisy: --episodes names results of q_search.py --split train --method sample")
@@ -76,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_config(config)
     if env.name != "webshop":
         raise UserError(f"--env {config.env}: these demonstrators go shopping")
-    inputs: Inputs = {"episodes": config.episodes}
+    inputs: Inputs = {"episodes": config.episodes, "trees": config.trees}
     lines = list(lines_of(env, config))
     if config.best:
         lines = sorted(lines, key=lambda line: -line["reward"])[: config.best]

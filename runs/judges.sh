@@ -10,8 +10,8 @@
 #   bash runs/judges.sh --pilot [SEED ...]      demonstrators who err (experiments.demonstrators --kind halves) and an agent of
 #                                               three epochs, on validation tasks: eight ways to grow trees and to play, of
 #                                               which the best is that of --halves    (default: 207 208)
-#   bash runs/judges.sh --halves [SEED ...]     the same on test tasks, beside cloning from the best paid, and RFT from the
-#                                               same trees    (default: 197 to 206)
+#   bash runs/judges.sh --halves [SEED ...]     the same on test tasks, beside cloning from the best paid or from the trees'
+#                                               best branches, and RFT from the same trees    (default: 197 to 206)
 #   KIND=mixed bash runs/judges.sh --halves 197 198 199 200 201    mixed, or noisy with agents of one epoch
 # The judges: QNets on Q-values with rank weight (rank) and by Eq. 11 (all); on these values permuted among siblings (placebo);
 # on labels of imitation; on Q-values of trees without demonstrations (alone); and the agent cloned for three epochs (longer).
@@ -144,14 +144,21 @@ halves() {
     another_qnet all --loss-on all --rank-weight 0
     qnet_of imitation imitation
     demonstrators --best 400 --out "$RUN/$kind-best.jsonl"
-    clone --expert "$RUN/$kind-best.jsonl" --epochs $(((epochs * 5 + 1) / 2)) --out "$RUN/sft-best"
+    clone --expert "$RUN/$kind-best.jsonl" --epochs $(((epochs * 5 + 1) / 2)) --patience 9 --out "$RUN/sft-best"
+    demonstrators --trees "$RUN/trees.jsonl" --out "$RUN/$kind-branches.jsonl"
+    clone --expert "$RUN/$kind-branches.jsonl" --epochs "$epochs" --out "$RUN/sft-branches"
     again=(--epochs "$epochs")
     clone_again tree --method tree
     variant agent "$agent" --method greedy sample
     judges judges 2 6 -- "qnet=$RUN/qnet-rank" "qnet=$RUN/qnet-all" "qnet=$RUN/qnet-imitation"
     variant best-paid "cloned from the best paid, $kind" --method greedy --sft "$RUN/sft-best"
+    variant branches "cloned from the trees' best branches, $kind" --method greedy --sft "$RUN/sft-branches"
     variant tree "$agent, and from the trees' best" --method greedy --sft "$RUN/sft-tree"
     best_of 6
+    variant draws "$agent" --method random likeliest -M 6  # not planned
+    [ "$kind" = noisy ] || for share in 0 1; do  # what both kinds of demonstrators earn on the test tasks
+        demonstrators --split test --careless $share --out "$RUN/$kind-test-$share.jsonl"
+    done
 }
 case $mode in
     pilot | halves)

@@ -1,7 +1,9 @@
 """Demonstrators who err on WebShop: what each leaves out, who errs where, the best paid, and an agent's episodes."""
 
+import itertools
+
 import pytest
-from fakes import dump, over
+from fakes import dump, node, over
 
 import envs
 from environments.webshop.expert import named_options, offers
@@ -62,6 +64,40 @@ def test_the_best_paid_alone(demonstrate):
     lines, best = demonstrate(), demonstrate("--best", "10")
     rewards = sorted((line["reward"] for line in lines), reverse=True)
     assert [line["reward"] for line in best] == rewards[:10] and all(line in lines for line in best)
+
+
+def test_one_kind_alone_on_other_tasks(demonstrate):
+    tasks = envs.make("webshop").task_ids("test")[:40]
+    for share, kind in (("0", 1), ("1", 0)):
+        lines = demonstrate("--split", "test", "--careless", share)
+        assert [line["task_id"] for line in lines] == tasks
+        ways = [followed(line) for line in lines]
+        assert any(ways) and not any(options if kind else reads for _, reads, options in ways)
+
+
+def tree_of(shown: dict, played: dict) -> list[dict]:
+    """A tree of two branches: a demonstration, and an episode of the agent."""
+    about = {"task_id": shown["task_id"], "task": shown["task"]}
+    nodes = [node(0, None, messages=shown["messages"][:3], **about)]
+    for line in (shown, played):
+        *pages, last = line["messages"][3:]
+        turns = [*zip(pages[::2], pages[1::2], strict=True), (last, {"content": "the end"})]
+        for depth, (action, page) in enumerate(turns, 1):
+            more = about | {"action": action["content"], "observation": page["content"], "expert": line is shown}
+            parent = nodes[-1]["node_id"] if depth > 1 else 0
+            done = depth == len(turns)
+            nodes.append(node(len(nodes), parent, line["reward"] * done, done=done, depth=depth, **more))
+    nodes[0]["nodes"] = len(nodes)
+    return nodes
+
+
+def test_the_best_branch_of_a_tree_is_the_demonstrators_or_the_agents(demonstrate, tmp_path):
+    shown, played = (demonstrate("--limit", "12", "--careless", share) for share in ("0", "1"))
+    (tmp_path / "trees.jsonl").write_text(dump(itertools.chain(*map(tree_of, shown, played))))
+    worth = lambda line: (line["reward"], -len(line["messages"]))  # noqa: E731
+    best = [max(pair, key=worth) for pair in zip(shown, played, strict=True)]
+    assert demonstrate("--trees", "trees.jsonl") == best
+    assert all(any(line in best for line in lines) for lines in (shown, played))
 
 
 def test_episodes_of_an_agent(demonstrate, tmp_path):
