@@ -281,6 +281,8 @@ def test_my_run_names_each_script():
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors that GitHub gives a page's headings."""
-    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    """The anchors that GitHub gives a page's headings, and those that it names."""
+    text = page.read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    own = re.findall(r'<a id="([^"]+)">', text)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles} | set(own)
