@@ -5,8 +5,8 @@
     python -m experiments.bench model RUN            # RUN/base: random weights in the shape of Llama-2-7B
     python -m experiments.bench gpu RUN              # after the stages in RUN: the table RUN/gpu_check.md
 
-texts   four candidates a page, of WebShop episodes side by side
-trees   exploration trees on the bundled WebShop, among valid actions; --plain builds the first few of them
+    texts   four candidates a page, of WebShop episodes side by side
+    trees   exploration trees on the bundled WebShop, among valid actions; --plain builds the first few of them
 
 `bash runs/paper.sh gpu_check` runs the last two, and the stages between them.
 """

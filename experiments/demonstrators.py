@@ -5,10 +5,10 @@
     python -m experiments.demonstrators --run RUN --kind noisy --episodes RUN/results-train.jsonl --out RUN/noisy.jsonl
     python -m experiments.demonstrators --run RUN --trees RUN/trees.jsonl --out RUN/branches.jsonl
 
-halves   half of them find the product as the expert does, and choose no options; half take the first product on the
-         page, and choose its options; one in ten is right in both, as its first product is the right one
-mixed    the expert's or, in 63 %, by one who searches, takes the first product and buys it without options
-noisy    an agent's episodes on these tasks, as q_search.py --split train --method sample has played them
+    halves   half of them find the product as the expert does, and choose no options; half take the first product on
+             the page, and choose its options; one in ten is right in both, as its first product is the right one
+    mixed    the expert's or, in 63 %, by one who searches, takes the first product and buys it without options
+    noisy    an agent's episodes on these tasks, as q_search.py --split train --method sample has played them
 
 Trees that hold such demonstrations have better branches: --trees takes the best of each, whoever made it.
 """

@@ -1,9 +1,11 @@
 """A tree as a picture: its nodes by depth, the action above each edge, below it the node's q or its branch.
 
-python -m reporting.tree --run runs/demo --task 3115     # of q_labels.jsonl, or without it of trees.jsonl
+    python -m reporting.tree --run runs/demo --task 3115     # of q_labels.jsonl, or without it of trees.jsonl
 
-reads   RUN/q_labels.jsonl or RUN/trees.jsonl, or the file that --trees names
-writes  tree_TASK.svg beside it, which every browser opens; blue is a high q, green a reward, red an end without one
+    reads   RUN/q_labels.jsonl or RUN/trees.jsonl, or the file that --trees names
+    writes  tree_TASK.svg beside it, which every browser opens; blue is a high q, green a reward, red an end without one
+
+A tree is drawn with labels or without.
 """
 
 from __future__ import annotations

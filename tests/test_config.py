@@ -1,12 +1,14 @@
 """Settings: flags, bounds, presets, and what a run hands on."""
 
+import ast
 import dataclasses
 import importlib
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
-from fakes import settings_of
+from fakes import ROOT, settings_of
 
 import bellman
 import build_trees
@@ -93,6 +95,14 @@ def test_help_begins_with_what_is_read_and_written(module, capsys):
     assert page.index("reads  ") < page.index("writes  ") < page.index(f"python {module.__name__}.py")
     plain = " ".join(page.split())
     assert page.count("\n") < 66 and "default: None" not in plain and "(all) (default" not in plain
+
+
+def test_no_row_of_a_table_stands_at_the_margin_where_help_would_join_it_to_the_next():
+    commands = [file for file in ROOT.glob("*/*.py") if "run_stage(main)" in file.read_text(encoding="utf-8")]
+    assert len(commands) > 20
+    for file in commands:
+        doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")), clean=False)
+        assert not re.search(r"^\w[\w,. ]*? {2,}\S", doc.partition("\n")[2], re.M), file
 
 
 @pytest.mark.parametrize("file", sorted(PRESETS.glob("*/*.toml")), ids=lambda file: f"{file.parent.name}-{file.stem}")
