@@ -20,13 +20,13 @@ from typing import ClassVar, Literal
 
 import envs
 from environments.webshop.expert import named_options, read
+from experiments.self_train import branch_to
 from qlass import UserError
 from qlass.demonstrations import demonstrate
 from qlass.environment import Player, TextEnv
 from qlass.files import Inputs, read_jsonl
 from qlass.noise import uniforms
 from qlass.outputs import begin, publish
-from qlass.pairs import states_of
 from qlass.settings import Fraction, NonNegativeInt, PositiveInt, Run, place, read_settings, run_stage
 from qlass.trees import read_trees
 
@@ -62,18 +62,16 @@ def demonstrator(env: TextEnv, task_id: str, config: Config) -> Player:
     return without_options(env, moves) if leaves_out else moves
 
 
-def best_actions(tree: list[dict]) -> list[str]:
+def best_branch(tree: list[dict]) -> dict:
     """The branch of the highest reward, of equals the shortest, and of these the demonstrator's."""
     ends = [node for node in tree if node["done"]]
-    best = max(ends, key=lambda node: (node["reward"], -node["depth"], node["expert"]))
-    return [*states_of(tree)[best["parent_id"]].actions, best["action"]]
+    return branch_to(tree, max(ends, key=lambda node: (node["reward"], -node["depth"], node["expert"])))
 
 
 def lines_of(env: TextEnv, config: Config) -> Iterator[dict]:
     """A line of expert.jsonl for each task."""
     if config.trees:
-        for tree in read_trees(config.trees):
-            yield demonstrate(env, tree[0]["task_id"], best_actions(tree))
+        yield from map(best_branch, read_trees(config.trees))
         return
     tasks = env.task_ids(config.split)[: config.limit]
     if config.kind == "noisy":

@@ -4,13 +4,13 @@
     python train_qnet.py --run runs/frozenlake --labels runs/frozenlake/q_labels-td.jsonl --out runs/frozenlake/qnet-td
 
     td            r + gamma times the mean of the children: where TD(0) settles on the tree's transitions, if each is
-                  as frequent as its siblings. Eq. (7) has the maximum in place of the mean
+                  as frequent as its siblings
     mc            the discounted reward of the branch that made the node, on which a Monte-Carlo value net regresses
     avg, reward   the process rewards beside Eq. (7) in Section 5.2 of the paper (Fig. 4)
     imitation     1 on the demonstration's nodes, else 0: who is the demonstrator, and no reward
     placebo       Eq. (7)'s values, permuted among the children of a node by --seed: the order of siblings is chance
 
-All are of the same trees, node by node.
+Eq. (7) has the maximum in place of td's mean.
 """
 
 import dataclasses

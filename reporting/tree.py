@@ -3,9 +3,9 @@
     python -m reporting.tree --run runs/demo --task 3115     # of q_labels.jsonl, or without it of trees.jsonl
 
     reads   RUN/q_labels.jsonl or RUN/trees.jsonl, or the file that --trees names
-    writes  tree_TASK.svg beside it, which every browser opens; blue is a high q, green a reward, red an end without one
+    writes  tree_TASK.svg beside it, which every browser opens
 
-A tree is drawn with labels or without.
+Blue is a high q, green a reward, red an end without one.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_one_kind_alone_on_other_tasks(demonstrate):
 
 def tree_of(shown: dict, played: dict) -> list[dict]:
     """A tree of two branches: a demonstration, and an episode of the agent."""
-    about = {"task_id": shown["task_id"], "task": shown["task"]}
+    about = {name: shown[name] for name in ("task_id", "env", "task")}
     nodes = [node(0, None, messages=shown["messages"][:3], **about)]
     for line in (shown, played):
         *pages, last = line["messages"][3:]
