@@ -5,8 +5,9 @@
     python -m experiments.demonstrators --run RUN --kind noisy --episodes RUN/results-train.jsonl --out RUN/noisy.jsonl
     python -m experiments.demonstrators --run RUN --trees RUN/trees.jsonl --out RUN/branches.jsonl
 
-    halves   half of them find the product as the expert does, and choose no options; half take the first product on
-             the page, and choose its options; one in ten is right in both, as its first product is the right one
+    halves   half of them, the careful, find the product as the expert does, and choose no options; half, the careless,
+             take the first product and choose its options; one in ten is right in both, as its first product is right
+    careful, careless    one half alone
     mixed    the expert's or, in 63 %, by one who searches, takes the first product and buys it without options
     noisy    an agent's episodes on these tasks, as q_search.py --split train --method sample has played them
 
@@ -27,10 +28,10 @@ from qlass.environment import Player, TextEnv
 from qlass.files import Inputs, read_jsonl
 from qlass.noise import uniforms
 from qlass.outputs import begin, publish
-from qlass.settings import Fraction, NonNegativeInt, PositiveInt, Run, place, read_settings, run_stage
+from qlass.settings import NonNegativeInt, PositiveInt, Run, place, read_settings, run_stage
 from qlass.trees import read_trees
 
-CARELESS = {"halves": 0.5, "mixed": 0.63}  # the share of demonstrators who take the first product
+CARELESS = {"halves": 0.5, "careful": 0.0, "careless": 1.0, "mixed": 0.63}  # the share who take the first product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +39,9 @@ class Config(Run):
     stage: ClassVar = "demonstrators"
 
     out: Path = place(Path("demonstrations.jsonl"))  # a file in expert.jsonl's layout
-    kind: Literal["halves", "mixed", "noisy"] = "halves"
+    kind: Literal["halves", "careful", "careless", "mixed", "noisy"] = "halves"
     limit: PositiveInt = 1000  # number of tasks
     split: str = "train"  # of these tasks
-    careless: Fraction | None = None  # share of those who take the first product (of the kind)
     best: NonNegativeInt = 0  # the best paid of them alone (0: all)
     episodes: Path | None = place(None)  # of noisy: a results.jsonl
     trees: Path | None = place(None)  # the best branch of each tree, in the place of demonstrations
@@ -56,7 +56,7 @@ def without_options(env: TextEnv, moves: Player) -> Player:
 def demonstrator(env: TextEnv, task_id: str, config: Config) -> Player:
     """The moves of the demonstrator whom chance gives to a task."""
     (luck,) = uniforms(1, config.seed, config.kind, task_id)
-    careless = luck < (CARELESS[config.kind] if config.careless is None else config.careless)
+    careless = luck < CARELESS[config.kind]
     moves = env.rules()["first result"]() if careless else read(env)
     leaves_out = careless if config.kind == "mixed" else not careless
     return without_options(env, moves) if leaves_out else moves

@@ -156,8 +156,8 @@ halves() {
     variant tree "$agent, and from the trees' best" --method greedy --sft "$RUN/sft-tree"
     best_of 6
     variant draws "$agent" --method random likeliest -M 6  # not planned
-    [ "$kind" = noisy ] || for share in 0 1; do  # what both kinds of demonstrators earn on the test tasks
-        demonstrators --split test --careless $share --out "$RUN/$kind-test-$share.jsonl"
+    [ "$kind" != halves ] || for half in careful careless; do  # what each earns on the test tasks
+        demonstrators --split test --kind $half --out "$RUN/$kind-$half.jsonl"
     done
 }
 case $mode in

@@ -68,11 +68,11 @@ def test_the_best_paid_alone(demonstrate):
 
 def test_one_kind_alone_on_other_tasks(demonstrate):
     tasks = envs.make("webshop").task_ids("test")[:40]
-    for share, kind in (("0", 1), ("1", 0)):
-        lines = demonstrate("--split", "test", "--careless", share)
+    for kind in ("careful", "careless"):
+        lines = demonstrate("--split", "test", "--kind", kind)
         assert [line["task_id"] for line in lines] == tasks
         ways = [followed(line) for line in lines]
-        assert any(ways) and not any(options if kind else reads for _, reads, options in ways)
+        assert any(ways) and not any(options if kind == "careful" else reads for _, reads, options in ways)
 
 
 def tree_of(shown: dict, played: dict) -> list[dict]:
@@ -92,7 +92,7 @@ def tree_of(shown: dict, played: dict) -> list[dict]:
 
 
 def test_the_best_branch_of_a_tree_is_the_demonstrators_or_the_agents(demonstrate, tmp_path):
-    shown, played = (demonstrate("--limit", "12", "--careless", share) for share in ("0", "1"))
+    shown, played = (demonstrate("--limit", "12", "--kind", kind) for kind in ("careful", "careless"))
     (tmp_path / "trees.jsonl").write_text(dump(itertools.chain(*map(tree_of, shown, played))))
     worth = lambda line: (line["reward"], -len(line["messages"]))  # noqa: E731
     best = [max(pair, key=worth) for pair in zip(shown, played, strict=True)]

@@ -158,7 +158,7 @@ def test_scripts_of_older_rows_do_not_follow_the_preset_of_the_demo(stages, call
 @pytest.mark.parametrize(("kind", "epochs"), [("halves", 3), ("mixed", 3), ("noisy", 1)])
 def test_each_kind_of_demonstrators_has_agents_and_labels_of_its_own(kind, epochs, stages):
     calls = stages("judges.sh", "--halves 197", KIND=kind)
-    assert {config.kind for config in calls["experiments.demonstrators"]} == {kind}
+    assert {config.kind for config in calls["experiments.demonstrators"] if config.split == "train"} == {kind}
     agents = {config.out.name: config.epochs for config in calls["sft.py"] if config.out}
     assert [config.epochs for config in calls["sft.py"] if not config.out] == [epochs]
     assert agents["sft-tree"] == epochs and agents["sft-best"] == -(-5 * epochs // 2)
