@@ -3,9 +3,9 @@
 # QNet are those of cloned.sh --one-epoch. The comparisons are planned in runs/reference_output/plans.csv; what they need is
 # played first, in all shops, each on 400 test tasks.
 #   bash runs/judges.sh [SEED ...]              (default: 181 to 196)
-#   bash runs/judges.sh --beside [SEED ...]     what is not planned, once the plan is played: other M, second trainings, and in
-#                                               shops 181 to 185 other judges, one of them the next shop's QNet, which
-#                                               must be there    (default: 181 to 196)
+#   bash runs/judges.sh --beside [SEED ...]     what is not planned, once the plan is played: other M, second trainings
+#   bash runs/judges.sh --others [SEED ...]     not planned either: other judges, one of them the next shop's QNet, which
+#                                               must be there    (default: 184 to 188)
 #   bash runs/judges.sh --free [SEED ...]       not planned: the agent writes its actions    (default: 181 to 185)
 #   bash runs/judges.sh --pilot [SEED ...]      demonstrators who err (experiments.demonstrators --kind halves) and an agent of
 #                                               three epochs, on validation tasks: eight ways to grow trees and to play, of
@@ -24,13 +24,14 @@ ENV=webshop
 mode=planned name=judges agent="cloned from 1000, 1 epoch"
 if [[ $1 == --* ]]; then
     mode=${1#--}
-    [[ " beside free pilot halves " == *" $mode "* ]] || fail "$1 is not expected"
+    [[ " beside others free pilot halves " == *" $mode "* ]] || fail "$1 is not expected"
     shift
 fi
 numbers "$@"
 [ $mode != free ] || name=judges-free agent="cloned from 1000, 1 epoch, free text"
 kind=${KIND:-halves}
 case $#-$mode in
+    0-others) set -- 184 185 186 187 188 ;;
     0-free) set -- 181 182 183 184 185 ;;
     0-pilot) set -- 207 208 ;;
     0-halves) set -- 197 198 199 200 201 202 203 204 205 206 ;;
@@ -88,10 +89,9 @@ beside() {
     clone --expert "$RUN/expert.jsonl" --epochs 3 --seed $again --out "$RUN/sft-longer-again"
     judges again 6 -- "qnet=$RUN/qnet-rank-again" "agent=$RUN/sft-longer-again"
 }
-others() {  # judges in the first shops alone
-    # The QNet of the next shop, or of the first, under a name of its own.
-    mkdir -p "$RUN/qnet-other"
-    cp "${IN:-runs}/judges-$((SEED < 185 ? SEED + 1 : 181))/qnet-rank/"* "$RUN/qnet-other"
+others() {
+    mkdir -p "$RUN/qnet-other"  # the QNet of the next shop, under a name of its own
+    cp "${IN:-runs}/judges-$((SEED + 1))/qnet-rank/"* "$RUN/qnet-other"
     another_qnet last --rank-weight 0
     another_qnet rank-9 --rank-weight 9  # among siblings Q differs by less than labels of imitation do
     qnet_of mc mc
@@ -171,10 +171,4 @@ for seed; do
     shop $name "$seed"
     $mode
 done
-if [ $mode = beside ]; then
-    for seed; do
-        shop judges "$seed"
-        [[ " 181 182 183 184 185 " != *" $seed "* ]] || others
-    done
-fi
 rows $name "$@"
