@@ -21,7 +21,7 @@ import gymnasium
 from environments import check
 from qlass import UserError
 from qlass.environment import TextEnv
-from qlass.inputs import fingerprint
+from qlass.inputs import ASIDE, fingerprint
 from qlass.records import as_user_error
 from qlass.settings import Run
 
@@ -76,7 +76,7 @@ def options_of(kind: Callable, words: Iterable[str]) -> dict[str, Any]:
 def contents_of(kind: Callable, options: dict[str, Any]) -> dict[str, str]:
     """The fingerprint of each file or folder that an option names, but for a `cache`. An option whose default is a word
     names no file, though a folder may have the same name."""
-    words = {"cache"}
+    words = {*ASIDE}
     for name, default in parameters(kind).items():
         if isinstance(default, str) and default.isalnum() and not Path(default).exists():
             words.add(name)
@@ -123,7 +123,7 @@ def make(name: str, split: str = "train", **options: Any) -> TextEnv:
     if not counts and (env.name, limit) != ("sciworld", "eto"):
         raise UserError(f"--env-option max_steps={limit}: 1, 2, ... or null for no limit is expected")
     if file := shared.get("instruction"):
-        env.instruct(Path(file).read_text(encoding="utf-8-sig"))
+        env.instruct(env.in_own_words(Path(file).read_text(encoding="utf-8-sig")))
     return env
 
 
@@ -145,7 +145,7 @@ def from_config(config: Run) -> TextEnv:
     if Path.cwd() != folder:
         raise UserError(f"--env {config.env}: it changes the working directory, in which the run's files are")
     files = contents_of(kind, options)
-    places = {*files, "cache"}
+    places = {*files, *ASIDE}
     env.settings = {
         "env": config.env,
         "env_option": tuple(w for w in config.env_option if w.partition("=")[0] not in places),

@@ -54,7 +54,7 @@ class Reworded(Candidate):
 
 def under_wordings(sample: Callable, reworder: Reworder) -> Callable:
     """Return a function that answers `Sample` requests as `sample` does, candidate k of trial n under wording n M + k
-    of the task. Each wording is asked for once."""
+    of the task. A process asks for each wording once."""
     reworder = functools.cache(reworder)
 
     def parts_of(request: Sample) -> list[Sample]:

@@ -262,7 +262,7 @@ class TextEnv(gymnasium.Env):
         return None
 
     def in_own_words(self, text: str) -> str:
-        """A message of a published demonstration in the words of this environment."""
+        """A published text, such as a demonstration's message, in the words of this environment."""
         return text
 
     def subject(self, task_id: str) -> str:

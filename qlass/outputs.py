@@ -151,13 +151,14 @@ def code_version() -> str:
 
 def costs(began: float) -> dict:
     """Figures for the metadata: the seconds since `began`, and this process's peak memory in MB
-    (10^6 bytes), resident and, by torch's allocator, on a GPU."""
+    (10^6 bytes), resident and, by torch's allocator, on its GPU, which LOCAL_RANK may name."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
+    gpus = map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())) if torch else ()
     return {
         "seconds": round(time.monotonic() - began, 1),
         "memory_mb": resident * (1 if sys.platform == "darwin" else 1024) // 10**6,
-        "gpu_memory_mb": torch.cuda.max_memory_allocated() // 10**6 if torch else 0,
+        "gpu_memory_mb": max(gpus, default=0) // 10**6,
     }
 
 

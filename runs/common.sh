@@ -85,12 +85,12 @@ stage() {
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads)} "$PYTHON" "$@"
 }
 by_processes() {  # as `stage`: trees or results, whose tasks PROCESSES of one thread each share
-    local n=${PROCESSES:-1} i others=() words
+    local n=${PROCESSES:-1} i others=() words  # LOCAL_RANK: with GPUS= each process has one of its own
     own_over_usual "$@" && set -- "${words[@]}"
     if [ "$n" = 1 ]; then stage "$@"; return; fi  # behind && its failure would not end the script
     mkdir -p "$RUN"
     for ((i = 1; i < n; i++)); do
-        RANK=$i WORLD_SIZE=$n OMP_NUM_THREADS=1 "$PYTHON" "$@" > "$RUN/process-$i.log" 2>&1 &
+        RANK=$i LOCAL_RANK=${GPUS:+$i} WORLD_SIZE=$n OMP_NUM_THREADS=1 "$PYTHON" "$@" > "$RUN/process-$i.log" 2>&1 &
         others+=($!)
     done
     RANK=0 WORLD_SIZE=$n OMP_NUM_THREADS=1 stage "$@"

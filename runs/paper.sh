@@ -14,11 +14,12 @@
 #   bash runs/paper.sh release      ALFWorld's row of Table 2 without training: the authors' weights by their own protocol
 #   bash runs/paper.sh gpu_check    what only a GPU can show, in ten minutes by estimate: a Llama-2-7B of random weights
 #                                   through all stages, and speed and peak memory of QNet's training; writes gpu_check.md
-# By default LoRA, where the paper trains all weights: Llama-2-7B takes 20 GB of a GPU, 13B 34 GB. All weights, as in the
-# paper, divided among GPUs of 48 GB (docs/models.md: memory by number of GPUs):
-#   GPUS=4 bash runs/paper.sh webshop
-#   GPUS=8 bash runs/paper.sh table4
-# A stopped script resumes when it is run again. SEED=1 makes a run folder of its own.
+# By default LoRA, where the paper trains all weights: Llama-2-7B is trained in 20 GB of a GPU and plays in 36, 13B in 34 and
+# 65 (with PLAY="--cache-gb 0"). All weights, as in the paper, divided among GPUs of 48 GB, which share trees and test tasks,
+# too (docs/models.md: memory by number of GPUs):
+#   GPUS=4 PLAY="--cache-gb 0" bash runs/paper.sh webshop
+#   GPUS=8 PLAY="--load-in 4bit --cache-gb 0" bash runs/paper.sh table4
+# A stopped script resumes when it is run again. SEED=1 makes a run folder of its own (not of release and gpu_check).
 set -eo pipefail
 ENV= ENVS="webshop alfworld sciworld table3 table4 fig4 release gpu_check" run=$RUN
 . "$(dirname "$0")/common.sh"
@@ -26,7 +27,11 @@ ENV= ENVS="webshop alfworld sciworld table3 table4 fig4 release gpu_check" run=$
 no_flags "$@"
 train=("$PYTHON")
 [ -z "$GPUS" ] || unset "${!MALLOC_@}"  # of processes that divide weights they only cost memory
-[ -z "$GPUS" ] || train=(torchrun --nproc_per_node "$GPUS" --) FITS=${FITS:---gradient-checkpointing}
+PROCESSES=${GPUS:-1}
+if [ "$GPUS" ]; then  # a state is 12 bytes a weight: 81 GB of 7B
+    train=("$PYTHON" -m torch.distributed.run --nproc_per_node "$GPUS" --)
+    FITS=${FITS:---gradient-checkpointing --save-every 500}
+fi
 [ "$ENV" != table4 ] || MODEL=${MODEL:-meta-llama/Llama-2-13b-chat-hf}
 MODEL=${MODEL:-meta-llama/Llama-2-7b-chat-hf}  # any HuggingFace name or folder
 NAME=${NAME:-$(basename "$MODEL")-$SEED}       # names the run folder
@@ -34,6 +39,7 @@ ETO=${ETO:-data/eto}                           # ETO's: webshop_sft.json, websho
 WEBSHOP=${WEBSHOP:-data/webshop}               # WebShop's: items_shuffle.json, items_ins_v2.json, items_human_ins.json
 ALFWORLD_DATA=${ALFWORLD_DATA:-data/alfworld}  # what `alfworld-download` fetches
 RELEASE=${RELEASE:-data/release}               # the authors' weights, as sft/ and Q/
+SIMULATORS=${SIMULATORS:-32}  # of ScienceWorld, per process, 0.5 GB each: as many episodes are side by side
 ROLLOUTS=${ROLLOUTS:-64}  # of a tree; the paper names no bound, and W^(D+1) is 2,187 on ScienceWorld, 19,683 on ALFWorld
 # FITS is of stages 1 and 4, PLAY of stages 2 and 5: "--load-in 4bit --cache-gb 0" on a GPU of 24 GB.
 read -ra fits <<< "${FITS:---gradient-checkpointing --lora 16}"
@@ -47,19 +53,19 @@ begin() {  # ENVIRONMENT FLAG...: a run folder of the experiment
     RUN=${run:-runs/paper-$1-$NAME}
     env=(--env "$1" --run "$RUN" --seed "$SEED" "${@:2}")
 }
-webshop() {  # ETO's goals, which people wrote, on the whole catalogue; its splits of 1,824 and 200 goals; its instruction
+webshop() {  # ETO's goals, which people wrote, on the whole catalogue; its splits, 200 of them for tests; its instruction
     begin webshop --env-option "data=$WEBSHOP" --env-option human_goals=true \
         --env-option "split_file=$ETO" --env-option "instruction=$ETO/webshop_inst.txt"
     sft+=(--expert "$ETO/webshop_sft.json")
 }
 pipeline() {  # stages 1 to 4 for the environment in `env`; what is there stays
     "${train[@]}" sft.py "${env[@]}" "${sft[@]}"
-    "$PYTHON" build_trees.py "${env[@]}" "${trees[@]}"
+    by_processes build_trees.py "${env[@]}" "${trees[@]}"
     "$PYTHON" bellman.py "${env[@]}"
     "${train[@]}" train_qnet.py "${env[@]}" "${qnet[@]}"
 }
 policies() {  # FLAG...: Table 2's rows, QLASS with M candidates beside the agent and its best of N
-    local ask=("$PYTHON" ${SEARCHER:-q_search.py} "${env[@]}" "${searches[@]}" "$@") by
+    local ask=(by_processes ${SEARCHER:-q_search.py} "${env[@]}" "${searches[@]}" "$@") by
     "${ask[@]}" --method greedy qlass -M "${M[@]}" -N 1
     for by in oracle q; do "${ask[@]}" --method best_of_n -N "${N[@]}" --select $by; done
 }
@@ -73,7 +79,7 @@ self_trained() {  # NAME LABEL FLAG...: an agent cloned again with its own traje
 case $ENV in
     webshop | table3)
         if [ "$ENV" = table3 ]; then
-            run=${run:-runs/paper-webshop-1000-$SEED}
+            run=${run:-runs/paper-webshop-1000-$NAME}
             sft+=(--n-expert 1000) trees+=(--no-expert --tasks new)  # of all tasks
         fi
         webshop
@@ -93,7 +99,8 @@ case $ENV in
         for split in valid_seen valid_unseen; do policies --split $split; done
         "$PYTHON" -m reporting --run "$RUN" ;;
     sciworld | table4)  # with ETO's eval_agent/data/sciworld, its splits, as ETO/sciworld
-        begin sciworld --env-option "split_file=$ETO/sciworld" --env-option "instruction=$ETO/sciworld_inst.txt"
+        begin sciworld --env-option "split_file=$ETO/sciworld" --env-option "instruction=$ETO/sciworld_inst.txt" \
+            --env-option "simulators=$SIMULATORS"
         sft+=(--expert "$ETO/sciworld_sft.json")
         trees+=(--rollouts "$ROLLOUTS")
         pipeline
@@ -102,16 +109,22 @@ case $ENV in
     fig4)
         webshop
         for target in q avg reward; do
-            labels=$RUN/q_labels-$target.jsonl net=$RUN/qnet-$target
-            "$PYTHON" -m experiments.targets "${env[@]}" --target $target --out "$labels"
-            "${train[@]}" train_qnet.py "${env[@]}" "${qnet[@]}" --labels "$labels" --out "$net"
+            net=$RUN/qnet  # of target q
+            if [ $target != q ]; then
+                labels=$RUN/q_labels-$target.jsonl net=$RUN/qnet-$target
+                "$PYTHON" -m experiments.targets "${env[@]}" --target $target --out "$labels"
+                "${train[@]}" train_qnet.py "${env[@]}" "${qnet[@]}" --labels "$labels" --out "$net"
+            fi
             # Each action the best of three, one trajectory a task (Q*Agent's setting).
             self_trained target-$target target=$target --limit 0 "${play[@]}" --method qlass -M 3 -N 1 --qnet "$net"
         done
         self_trained rft RFT --limit 0 "${play[@]}" --method rft -N 3
         self_trained tree "trees' best" --method tree
-        "$PYTHON" -m experiments.qval "${env[@]}" "${play[@]}" --references exact policy -K 8 \
-            --scorers random logprob qnet-q qnet-avg qnet-reward
+        nets=(qnet qnet-avg qnet-reward)
+        for scorers in "${nets[@]}" "random logprob ${nets[*]}"; do  # one by one first: all at once fill a GPU
+            read -ra scorers <<< "$scorers"
+            "$PYTHON" -m experiments.qval "${env[@]}" "${play[@]}" --references exact policy -K 8 --scorers "${scorers[@]}"
+        done
         "$PYTHON" -m reporting --run "$RUN" ;;
     release)
         RUN=${run:-runs/paper-release}

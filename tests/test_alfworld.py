@@ -284,6 +284,12 @@ def test_published_demonstrations_name_their_games_and_their_words_become_the_ga
     assert tuple(map(env.in_own_words, older)) == newer == tuple(map(env.in_own_words, newer))
 
 
+def test_a_published_instruction_names_the_actions_of_these_games(tmp_path):
+    file = tmp_path / "instruction.txt"
+    file.write_text("3. put {obj} in/on {recep}")
+    assert envs.make("alfworld", instruction=str(file)).instruction == "3. move {obj} to {recep}"
+
+
 def test_put_in_an_instruction_of_ones_own_is_the_word_alone(env):
     env = env.fork()
     env.reset(options={"task_id": env.task_ids("train")[0]})

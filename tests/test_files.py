@@ -229,7 +229,8 @@ def test_data_and_a_model_may_be_moved_and_what_changed_in_them_is_told(named, t
 def test_metadata_have_the_seconds_and_the_peak_memory_of_a_command(platform, memory_mb, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3_000_000))
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 7_000_000)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", [0, 7_000_000].__getitem__)  # of its own card alone
     monkeypatch.setattr("qlass.outputs.time", SimpleNamespace(monotonic=iter([10.0, 12.5]).__next__))
     out = begin(tmp_path / "trees.jsonl")
     out.write([group("t0")], "", total=1)

@@ -78,8 +78,12 @@ def called(tmp_path_factory):
         if path := shutil.which(name):
             (bin_ / name).symlink_to(path)
     # A unit separator behind each argument; a line is one write, as two processes write at once.
-    note = """line=$(printf '%s\\037' "$@")\nprintf '%s\\n' "$line" >> "$LOG"\n[ "$1" != "$FAILS" ]\n"""
-    for name, text in {"python": note, "torchrun": "shift 3\n" + note, "cp": ""}.items():
+    note = """[ "$2" != torch.distributed.run ] || shift 5
+line=$(printf '%s\\037' "$@")
+printf '%s\\n' "$line" >> "$LOG"
+[ "$1" != "$FAILS" ]
+"""
+    for name, text in {"python": note, "cp": ""}.items():
         (bin_ / name).write_text(f"#!/bin/sh\n{text}")
         (bin_ / name).chmod(0o755)
 
@@ -211,7 +215,9 @@ def test_hyperparameters_of_table_5_and_protocols_of_the_paper(
     stages, script, depth, tree_steps, splits, M, N, max_steps
 ):
     calls = stages("paper.sh", script, ETO="/eto", GPUS="8")
-    (sft,), (trees,), (bellman,), (qnet,) = (calls[f"{s}.py"] for s in ("sft", "build_trees", "bellman", "train_qnet"))
+    (sft,), (bellman,), (qnet,) = (calls[f"{stage}.py"] for stage in ("sft", "bellman", "train_qnet"))
+    trees, *others = calls["build_trees.py"]
+    assert others == [trees] * 7 and len(calls["q_search.py"]) == 3 * 8 * len(splits)  # a GPU each
     has(sft, model="meta-llama/Llama-2-7b-chat-hf", epochs=3, lr=1e-5, batch=64, max_tokens=4096, lora=None)
     has(sft, expert=Path(f"/eto/{script}_sft.json"))
     has(trees, depth=depth, width=3, steps=None, limit=0, tasks="cloned", temperature=None)  # the checkpoint's: .7
