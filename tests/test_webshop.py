@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import envs
 from environments.webshop import catalogue as webshop_data
+from environments.webshop import earnings
 from environments.webshop import engine as webshop
 from environments.webshop import search as webshop_search
 from qlass import UserError
@@ -93,7 +94,7 @@ JUMPER = {
 LAMP = {
     **(JUMPER | {"asin": "C000000003", "name": "Desk Lamp shirt", "pricing": "", "category": "garden"}),
     **{"query": "lamps", "product_category": "Home › Lamps"},
-    "customization_options": {"size": [{"value": "a [b]"}, {"value": "description"}]},
+    "customization_options": {"size": [{"value": "a [b]"}, {"value": "description"}, {"value": "search"}]},
 }
 WISH = "find me a breathable cotton shirt with color: blue, and size: large, and price lower than 30.00 dollars"
 GOAL = {
@@ -152,6 +153,7 @@ LAMP_SHOWN = ["search[lamp] for the desk", "click[C000000003] "]  # text behind 
         ([*CHOSEN, "click[small]"], "item", {"size": "x-large", "color": "small"}),  # of two with this value the later
         ([*CHOSEN, "click[< prev]", "click[b000000001]"], "item", {}),
         ([*LAMP_SHOWN, "click[a [b]]"], "item", {}),  # a value with brackets is out of reach
+        ([*LAMP_SHOWN, "click[search]"], "item", {}),  # and the name of the box on the start page
         ([*LAMP_SHOWN, "click[description]"], "description", {}),  # and one with a button's name
     ],
 )
@@ -279,6 +281,14 @@ def test_a_purchase_has_its_rewards_parts_after_restore_too():
     bought = env.info()
     env.restore(env.snapshot())
     assert env.info() == bought and "reward_details" in bought
+
+
+@pytest.mark.parametrize(("product", "wish", "more"), [(0, "wine", True), (2, "a [b]", False), (2, "search", False)])
+def test_an_option_that_nobody_can_click_earns_nothing(shop, product, wish, more):
+    own, goal = shop().shop, 0
+    own.goals = [GOAL | {"goal_options": [wish]}]
+    rewards = earnings.rewards(own, goal, product)  # after at most 0, 1, 2, ... clicks
+    assert (max(rewards) > rewards[0]) == more
 
 
 def test_the_best_value_in_reach_is_that_behind_the_best_action():

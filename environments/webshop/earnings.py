@@ -18,7 +18,9 @@ def options_met(shop: Shop, goal: int, i: int) -> Met:
     """The wishes that the options of product i satisfy."""
     wanted = [*enumerate(shop.wanted_options(goal))]
     met: Met = {}
-    for change in shop.item(i).clickables.values():
+    page = shop.item(i)
+    for _, action in page.candidates:  # not all clickables can be clicked
+        change = page.clickables[action[6:-1]]
         if "option" in change:
             name, value = change["option"]
             plain = plain_color(value)

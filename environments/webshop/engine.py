@@ -221,7 +221,7 @@ class Shop:
         if name != "click":
             return session, None
         change = self.page(session).clickables.get(argument)
-        if not change:
+        if not change or argument == "search":  # nor is an option of this name
             return session, None
         if "option" in change:
             option, value = change["option"]
