@@ -92,7 +92,7 @@ class Node:
     action: str | None = None
     reward: float = 0.0
     done: bool = False  # the environment has ended the episode
-    reward_at_limit: float | None = None  # the agent's, where its own limit stopped it
+    reward_at_limit: float | None = None  # where its own limit stopped the agent
     source: str = "root"  # who took the action first: "policy" or "expert"
     branch: int = 0  # number of the trajectory that created the node
     demonstrated: bool = False  # the demonstration passes here
@@ -218,6 +218,8 @@ class Explorer:
                 self.add(node, move._replace(state=state), snapshot, "expert")
             node.children[key].demonstrated = True
             branch.append(node.children[key])
+        if move.reward and not move.done:  # it stops early, as at a limit
+            branch[-1].reward, branch[-1].reward_at_limit = 0.0, move.reward
         return branch
 
     def child_by(self, node: Node, action: str) -> Node:

@@ -158,6 +158,8 @@ class Player(Variant):
                 break
         if not steps:
             raise UserError(f"{env.name}: {self} does nothing in task {task_id}")
+        if not done:
+            steps[-1] = dataclasses.replace(steps[-1], reward=env.reward_if_cut())
         return steps
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS, Explorer
+from experiments.compare import Player
 from qlass.chat import Rendering
-from qlass.demonstrations import Demonstration
+from qlass.demonstrations import Demonstration, demonstrate
 from qlass.files import meta_of
 from qlass.messages import State, parse_action, replay
 from qlass.trees import tree_records
@@ -141,6 +142,23 @@ def test_where_the_agent_is_cut_counts_what_the_environment_pays(monkeypatch):
     _, _, root, _ = grow({(): "left left left right right right", R: "right"}, 0, 3, 2, True, world=world, steps=2)
     end = root.children["right"].children["right"]
     assert (end.source, end.reward_at_limit, end.reward, end.done) == ("expert", 0.25, 0.0, False)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_demonstration_that_stops_early_earns_what_the_environment_pays_there(monkeypatch, depth):
+    """As a player does; the agent may go on from its end, to .25."""
+    monkeypatch.setattr(FakeEnv, "expert", lambda self, task_id: iter([("this way", "right")]))
+    monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda self: 0.5 if self.path == R else 0.0)
+    assert demonstrate(FakeEnv(), "train0")["reward"] == 0.5
+    (step,) = Player("expert").episode(FakeEnv(), "train0")
+    assert step.reward == 0.5
+    world = {"right": {"left": 0.25}, "left": 0.0}
+    *_, root, _ = grow(lambda r: say(*["left"] * r.n), depth, 2, 4, True, world=world)
+    lines = tree_records(FakeEnv(), "train0", root, [])
+    (end,) = [line for line in lines if line["expert"]]
+    below = [line["reward"] for line in lines if line["parent_id"] == end["node_id"]]
+    own = {"reward": 0.0, "done": False, "cut": 0.5} if depth else {"reward": 0.5, "done": True}
+    assert own.items() <= end.items() and below == [0.25] * depth
 
 
 def test_the_expert_plays_under_the_limit_of_the_environment(monkeypatch):
