@@ -195,7 +195,10 @@ def learn(
         meta = outputs.begin(folder, config, config.recipe() | env.settings, inputs)
         mark = meta.get("fingerprint")  # of the best agent so far
         if state.exists() and not config.overwrite:
+            if not folder.exists():
+                raise UserError(f"{folder}: is missing, and {state} is not: --overwrite starts again")
             lines = learner.resume(state)
+            write_jsonl(log, lines)  # a stop may have come between the two
         elif log.exists() and not config.overwrite:
             lines = files.read_jsonl(log)
             if not over():  # the agent as it comes would replace the best one

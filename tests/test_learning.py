@@ -1,5 +1,6 @@
 """The learners as scripts: they learn a written world, keep the best checkpoint, and go on where they were stopped."""
 
+import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +13,7 @@ from experiments.learning import Learner, trainable
 from qlass import UserError, demonstrations
 from qlass.agent import load_policy
 from qlass.fast.decode import FastPolicy
-from qlass.files import read_jsonl
+from qlass.files import read_jsonl, write_jsonl
 from qlass.messages import State
 from qlass.settings import Sampling
 
@@ -140,6 +141,19 @@ def test_without_its_state_a_learner_that_is_done_is_done_and_another_is_refused
     assert train(tree_grpo, "run", 50)[-1] == last
     with pytest.raises(UserError, match="is missing, so x can't go on: --overwrite starts again"):
         train(tree_grpo, "run", 9999)
+
+
+def test_without_its_agent_a_learner_does_not_go_on(train, tmp_path):
+    train(tree_grpo, "run", 50)
+    shutil.rmtree(tmp_path / "run" / "sft-x")
+    with pytest.raises(UserError, match=r"sft-x: is missing, and .*resume.safetensors is not: --overwrite starts"):
+        train(tree_grpo, "run", 50)
+
+
+def test_a_stop_between_state_and_log_costs_no_line(train, tmp_path):
+    lines = train(tree_grpo, "run", 50)
+    write_jsonl(tmp_path / "run" / "sft-x.updates.jsonl", lines[:1])
+    assert train(tree_grpo, "run", 50) == lines
 
 
 def test_an_agent_learns_without_dropout(tmp_path):
