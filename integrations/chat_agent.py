@@ -111,7 +111,7 @@ class ChatModel(Remote):
         for line in self.file.read_bytes().split(b"\n") if self.file.exists() else ():
             with contextlib.suppress(ValueError):  # empty, or what a stop cut
                 self.keep(**json.loads(line))
-        self.before, self.requests = self.usage.copy(), 0
+        self.before, self.requests, self.under_way = self.usage.copy(), 0, 0
 
     def version(self) -> str | None:
         """The model's name in an answer: a run that goes on must not mix two that had one alias."""
@@ -152,8 +152,11 @@ class ChatModel(Remote):
         """Ask by one request for an answer of each draw, and write down what comes."""
         n, most = len(draws), self.config.max_answers or math.inf
         if self.requests + n > most:
+            while self.under_way:  # they are paid for
+                await asyncio.sleep(0.1)
             raise UserError(f"--max-answers {most}: no more are asked for; the same command with more goes on")
         self.requests += n
+        self.under_way += 1
         try:
             reply = await self.reply(question, seed=seed, n=n if n > 1 else None)
         except UserError as error:
@@ -164,6 +167,8 @@ class ChatModel(Remote):
             self.alone = True
             warn(f"each answer is a request of its own, as the server refuses one for several: {error}")
             return
+        finally:
+            self.under_way -= 1
         if n > 1:
             self.alone = False
         choices, usage = reply.choices[:n], reply.usage

@@ -5,6 +5,7 @@ import functools
 import json
 import operator
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,15 @@ def test_answers_are_bounded_and_billed(fake, tmp_path, capsys):
     assert requests == steps_of(lines) - 3
     billed = json.loads(capsys.readouterr().out.partition("billed: ")[2])
     assert billed["answers"] == billed["requests"] == requests
+
+
+def test_answers_under_way_at_the_bound_are_kept_and_billed(fake, tmp_path, capsys):
+    well = fake.well
+    fake.well = lambda body: time.sleep(0.3) or well(body)
+    with pytest.raises(UserError, match="--max-answers 3: no more are asked for"):
+        played(fake, tmp_path, "--method", "sample", "--max-answers", "3")  # two tasks side by side
+    answers = json.loads(capsys.readouterr().out.partition("billed: ")[2])["answers"]
+    assert answers == len(fake.seen) - 1 == 3
 
 
 def test_demonstrations_of_the_type_stand_in_front_of_the_task(fake, tmp_path, monkeypatch):
