@@ -13,7 +13,7 @@ from typing import Any
 
 from qlass import UserError, records
 from qlass.environment import TextEnv
-from qlass.files import input_of, meta_of, rank_and_size, warn
+from qlass.files import input_of, meta_of, rank_and_size, read_jsonl, warn
 from qlass.messages import State, replay, start
 from qlass.outputs import Output
 from qlass.settings import Run
@@ -46,6 +46,8 @@ def collect(env: TextEnv, config: Run, most: int | None) -> Path:
     path = config.run / "expert.jsonl"
     if rank_and_size()[1] > 1:  # they may train again, and share what has been played
         config = replace(config, overwrite=False)
+    if most and path.exists():  # of which others may be made
+        most = max(most, len(read_jsonl(path)))
     out = Output(path, config, env.settings, {}, itemgetter("task_id"))
     tasks = env.task_ids("train")[:most]
     todo = out.todo(tasks)

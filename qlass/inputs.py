@@ -75,7 +75,7 @@ def make(path: Path, stage: str, config: Run) -> None:
     commands = read_meta(begun_meta(path)).get("flags", [flags])
     if config.run != default_run(config.env) and not config.file.exists():
         raise UserError(f"{config.run}: no such run; python sft.py {flags} begins it")
-    if commands != [flags]:
+    if any(without_folder(shlex.split(command)) != without_folder(words) for command in commands):
         raise UserError(f"{path} was begun by a command of its own: {stage} {commands[-1]}")
     _, processes = rank_and_size()
     other_agent = stage != "sft" and getattr(config, "sft", None)  # these flags would not name it
@@ -89,6 +89,11 @@ def make(path: Path, stage: str, config: Run) -> None:
         )
     print(f"{path} is missing: making it with python {stage}.py {flags}", flush=True)
     importlib.import_module(stage).main(words)
+
+
+def without_folder(words: list[str]) -> list[str]:
+    """The words behind --run FOLDER: the folder may have been moved, or be named in another way."""
+    return words[:1] + words[2:]
 
 
 def changes(output: Path) -> Iterator[str]:

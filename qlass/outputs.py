@@ -129,7 +129,7 @@ def begin(output: Path, config: Run, settings: dict, inputs: Inputs) -> dict:
     meta.setdefault("versions", {name: metadata.version(name) for name in PACKAGES})
     meta.setdefault("commit", code_version())
     meta["flags"] = list(dict.fromkeys([*meta.get("flags", ()), config.flags]))  # each command's
-    if output.parent == config.run:
+    if folder == config.run.resolve():
         if not config.file.exists():
             write_settings(config)
         lora, expert = (getattr(config, name, None) for name in ("lora", "expert"))
@@ -176,8 +176,9 @@ def claim(output: Path, meta: dict, again: bool) -> None:
     """Make the folder of an output's parts. again: they replace older parts, and have metadata of
     their own, as those beside the output are the old output's."""
     folder = parts_folder(output)
-    if again:
-        remove(folder)
+    for file in folder.glob("*") if again else ():
+        if file.name != "meta.json":  # which tells until the last whose parts they are
+            remove(file)
     folder.mkdir(exist_ok=True)
     if again:
         write_json(folder / "meta.json", meta)
@@ -214,6 +215,8 @@ class Output:
         self.part = self.parts / f"{rank}-of-{n}.jsonl"
         self.lock = lock(path.with_name(f"{path.name}.{rank}-of-{n}") if n > 1 else path)
         self.meta = begin(path, config, settings, inputs)
+        if n > 1:  # the others, too, are refused another recipe from here on
+            self.parts.mkdir(exist_ok=True)
         self.began = time.monotonic()
         self.again = config.overwrite  # until the first group
         self.read()

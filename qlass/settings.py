@@ -267,7 +267,8 @@ def run_stage(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        tqdm.write("stopped; the same command resumes, without --overwrite", file=sys.stderr)
+        again = "(without --overwrite, once a part of its output is there)"
+        tqdm.write(f"stopped; the same command resumes {again}", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         problem = str(error)

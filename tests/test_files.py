@@ -91,6 +91,13 @@ def test_stopped_at_any_byte_at_any_width_it_becomes_the_same_file(calls):
         assert path.read_bytes() == WHOLE + "".join(map(files.dumps, group("t4"))).encode()
 
 
+def test_processes_of_other_settings_are_refused_before_there_is_a_group(tmp_path):
+    with process(0, 2):
+        begin(tmp_path / "x.jsonl").lock.release()
+    with process(1, 2), pytest.raises(UserError, match="begun with depth 3, not 4"):
+        begin(tmp_path / "x.jsonl", "--depth", "4")
+
+
 def test_processes_that_train_again_share_the_demonstrations_that_were_played(tmp_path, capsys):
     def collect(*words: str, most: int, share: tuple = ALONE) -> list[dict]:
         config = flags("--run", str(tmp_path), *words)
@@ -111,7 +118,11 @@ MISTAKES = [
     (RuntimeError("CUDA out of memory. Tried"), 2, f"error: out of memory: {FITS}\n"),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), 2, f"error: out of memory: {FITS}\n"),
     (MemoryError(), 2, f"error: out of memory: {FITS}\n"),
-    (KeyboardInterrupt(), 130, "stopped; the same command resumes, without --overwrite\n"),
+    (
+        KeyboardInterrupt(),
+        130,
+        "stopped; the same command resumes (without --overwrite, once a part of its output is there)\n",
+    ),
 ]
 
 
@@ -168,6 +179,24 @@ def test_overwriting_loses_nothing_before_the_new_output_is_whole(tmp_path):
     assert path.read_bytes() == WHOLE and files.meta_of(path)["recipe"]["depth"] == 4 and not parts.exists()
 
 
+def test_a_stop_while_old_parts_are_removed_leaves_none_without_its_recipe(tmp_path, monkeypatch):
+    path = tmp_path / "x.jsonl"
+    grow(path)
+    grow(path, "--overwrite", "--depth", "4", stop=2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(outputs, "write_json", mock.Mock(side_effect=KeyboardInterrupt))
+        grow(path, "--overwrite", "--depth", "5", stop=1)
+    with pytest.raises(UserError, match="begun with depth 4, not 3"):
+        grow(path)
+
+
+def test_a_folder_is_the_runs_own_however_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = flags("--run", "run")
+    Output(tmp_path / "run/x.jsonl", config, config.recipe(), {}, itemgetter("task_id")).lock.release()
+    assert config.file.exists()
+
+
 def test_a_file_system_without_modes_will_do(tmp_path):
     with mock.patch("pathlib.Path.chmod", side_effect=PermissionError(1, "Operation not permitted")):
         grow(tmp_path / "x.jsonl")
@@ -203,6 +232,18 @@ def test_what_was_not_named_is_made_by_the_flags_of_the_run(tmp_path, monkeypatc
         assert [call.args[0] for call in make.call_args_list] == [of_run] * told
         assert ("is missing: making it with python bellman.py --run" in capsys.readouterr().out) == told
     assert labels.read_bytes() == WHOLE
+
+
+def test_what_was_being_made_goes_on_where_the_run_was_moved(tmp_path, monkeypatch):
+    old, new = tmp_path / "old", tmp_path / "new"
+    write_settings(flags("--run", str(old)))
+    make = mock.Mock(side_effect=lambda argv: grow(Path(argv[1]) / "q_labels.jsonl", *argv[2:], stop=1))
+    monkeypatch.setattr("bellman.main", make)
+    find_or_make(None, "bellman", "q_labels.jsonl", flags("--run", str(old)))
+    old.rename(new)
+    for _ in range(2):
+        find_or_make(None, "bellman", "q_labels.jsonl", flags("--run", str(new)))
+    assert make.call_count == 3
 
 
 @pytest.mark.parametrize("named", ["env_option", "model"])

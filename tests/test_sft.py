@@ -210,6 +210,7 @@ def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, cap
     clone("--n-expert", "2", out="two")
     assert "sft: 6 trajectories" in capsys.readouterr().out
     assert meta_of(tmp_path / "two")["tasks"] == ["train0", "train1"]
+    clone("--n-expert", "2", "--overwrite", out="two")
     assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == FakeEnv().task_ids("train")
 
 
