@@ -2,7 +2,8 @@
 
     reads   RUN/sft/ and what it was trained on; --method qlass: RUN/qnet/; --method tree: RUN/trees.jsonl
     writes  RUN/self_train-NAME.rollouts.jsonl (all trajectories), RUN/self_train-NAME.jsonl (demonstrations and the
-            trajectories that were kept, in expert.jsonl's layout, to be cloned by sft.py --expert)
+            trajectories that were kept, in expert.jsonl's layout, to be cloned by sft.py --expert), which each
+            command of this --name replaces
 
     python -m experiments.self_train --env webshop --method qlass --qnet runs/webshop/qnet-avg --name target-avg
 

@@ -9,7 +9,8 @@
     particles    N chains, resampled by exp((V - V_last) / tau): Agentic Monte Carlo (arXiv 2606.05296), without rewards
 
 Flags and result lines are q_search.py's; `player` has S, k, tau, c, gamma. `env_steps` counts all steps and no restore,
-`env_steps_replayed` a restore as the steps that lead there. A search returns the node where it has ended.
+`env_steps_replayed` a restore as the steps that lead there, `restores` their number. A search returns the node where it
+has ended.
 """
 
 import dataclasses
@@ -294,7 +295,10 @@ def main(argv: list[str] | None = None) -> None:
     search = q_search.Search(config)
     search.load([Method("qlass", "q")])
     labels = files.input_of(search.inputs["qnet"], "labels")
-    gamma = files.meta_of(labels)["recipe"].get("gamma", 0.9) if labels else 0.9
+    gamma = files.meta_of(labels)["recipe"].get("gamma") if labels else None
+    if gamma is None:
+        gamma = 0.9
+        files.warn("gamma is taken to be .9, as the labels of the QNet and their metadata are not there")
     plan = plan_of(config, gamma, search.backends)
     search.backends = {Call: answer}
     search.play(plan)

@@ -8,8 +8,9 @@ the seconds in lines and metadata.
                             checkpoint its training's states; its own meta.json, if it will replace
                             an output
 
-1. An output gets its name by one rename: if it is there, it is complete. With --overwrite the old
-   output stays until the new one is whole, and old parts stay until the new output has one.
+1. An output gets its name by one rename: if it is there, a command has completed it. With
+   --overwrite the old output stays until the new one is whole, and old parts stay until the new
+   output has one.
 2. The same recipe, by the same commands, gives the same bytes, but for what other portions round
    (`settings.workload`). Its command goes on with a stopped output, and another recipe is refused.
 3. A group of lines (a tree, a result) depends on the recipe and on its own key alone. So whichever

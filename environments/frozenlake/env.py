@@ -17,9 +17,10 @@ from . import lake
 class FrozenLakeEnv(TextEnv):
     """Gymnasium's FrozenLake as text (see lake.py), with its exact Q*.
 
-    map is "8x8", "4x4", "lakes" (tasks are starts; on 24 lakes, enough of them to decide a claim), "lakes2" (on 24
-    others), "random8" or "random4" (tasks are maps). Gymnasium's rules hold, so the ice slips by chance if it is
-    slippery; a reset without a seed gives a task the same chances every time it is played.
+    map is "8x8", "4x4", "lakes" (tasks are starts; on 24 lakes, 21 of them different), "lakes2" (on 24 others, all
+    different, enough of them to decide a claim), "random8" or "random4" (tasks are maps). Gymnasium's rules hold, so
+    the ice slips by chance if it is slippery; a reset without a seed gives a task the same chances every time it is
+    played.
     stray: how often the expert makes just any move that keeps the goal in reach, so that who learns from it knows
     more than one way. 0: always the shortest.
     """
@@ -145,5 +146,6 @@ class FrozenLakeEnv(TextEnv):
         return gamma * float(self._q_here(gamma, 1).max())
 
     def optimal_value(self, gamma: float = 0.9) -> float:
-        """The value of having come here, gamma * max_a Q*(s, a): without slipping, gamma ** moves to the goal."""
+        """The value of having come here, gamma * max_a Q*(s, a): without slipping gamma ** moves to the goal, and 0
+        where the episode has ended."""
         return gamma * float(self._q_here(gamma).max())

@@ -20,8 +20,8 @@ from qlass import UserError
 MOVES = ("left", "down", "right", "up")  # Gymnasium's actions 0, 1, 2, 3
 LAYOUTS = ("8x8", "4x4", "lakes", "lakes2", "random4", "random8")
 RANDOM_MAPS = 1000
-# Fixed maps beside one another, each to be known by heart; no setting was chosen in view of the second set (its lake 33
-# is 2 and 3 of the first: the generator repeats itself).
+# Fixed maps beside one another, each to be known by heart; no setting was chosen in view of the second set. The
+# generator repeats itself: of the first set 3 is 2, 16 is 8 and 20 is 13, and lake 33 of the second is 2.
 LAKES, LAKE_SIZE = {"lakes": range(24), "lakes2": range(24, 48)}, 4
 KINDS = {"F": "ice", "S": "ice", "H": "a hole", "G": "the goal"}
 

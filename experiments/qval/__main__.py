@@ -5,6 +5,8 @@
 
     python -m experiments.qval --env frozenlake --env-option map=random8
 
+A stopped study goes on, but one that was begun with --overwrite begins anew: name another --out.
+
 This is the test of QVAL (Hernandez-Gutierrez et al.), which asks whether a score orders the actions of a state as their
 true value does. With --results of experiments.judges, where scores steer a search, the report also says which figure of
 alignment predicts the reward.
