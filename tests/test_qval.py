@@ -217,6 +217,8 @@ def test_a_study_is_of_its_points_and_has_all_scores_that_can_be(study):
     assert {"random", "code", "oracle"} <= set(study().loc["exact"].index)
     points, scores = (read_jsonl(Path("qval", name)) for name in ("points.jsonl", "scores-code.jsonl"))
     assert [line["hash"] for line in scores] == [point["hash"] for point in points]
+    with pytest.raises(UserError, match="points 5, not 6"):
+        study(points="6")
 
 
 def test_scores_steer_a_search_whose_rewards_a_study_predicts(study, agent, monkeypatch, capsys):
