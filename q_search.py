@@ -233,9 +233,13 @@ async def choose_episode(episodes: list[Episode], by: str | None) -> Episode:
         values = [(await Score(end.state, (end.action,)))[0] for end in ends]
     else:
         values = [end.reward for end in ends]
-    # The values of episodes that end alike differ by rounding, in each batch in another way.
-    best = [i for i, value in enumerate(values) if value > max(values) - 1e-6]
-    return episodes[best[0]]
+    return episodes[first_of_best(values)]
+
+
+def first_of_best(values: Sequence[float]) -> int:
+    """The first of the highest values. Those of episodes that end alike differ by rounding, in each
+    batch in another way."""
+    return next(i for i, value in enumerate(values) if value > max(values) - 1e-6)
 
 
 # --------------------------------------------------------------------------------------------- main

@@ -1,4 +1,4 @@
-"""log pi(a | s) of many decisions, with its gradient; each unique token is computed once.
+"""log pi(a | s) of many decisions, with its gradient; each token of a tree is computed once.
 
 Trajectories with a common past share their beginnings, so their decisions go through the model as token trees.
 A decision consists of *choices*. Among the valid actions the action is one choice, sampled by its conditional

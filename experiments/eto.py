@@ -12,7 +12,8 @@
 
 DPO (Rafailov et al. 2023) on the text of actions, as published, or on the choice among the valid ones, as in
 tree_grpo. The reference is the agent that made the pairs: the agent at the start of the iteration, or, for siblings,
-RUN/sft. --budget counts a beginning that two trajectories share once in each epoch, and not what was only played.
+RUN/sft. --budget counts a beginning that two trajectories of a pack share once in each epoch, and not what was only
+played.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ from qlass.trees import read_trees
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(learning.Config):
-    """ETO's, but for the number of tasks and of pairs."""
+    """Those of ETO's first iteration, but for the number of tasks and of pairs."""
 
     stage: ClassVar = "eto"
 

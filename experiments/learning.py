@@ -52,7 +52,7 @@ class Config(ActionLength):
     lora: PositiveInt | None = None  # train updates of this rank alone
     gradient_checkpointing: bool = workload(False)  # less memory, a third more time
     budget: Number = workload(1e6)  # what to spend
-    budget_in: Literal["tokens", "env_steps"] = workload("tokens")  # each unique token counts once
+    budget_in: Literal["tokens", "env_steps"] = workload("tokens")  # a token counts once in each pack
     val: NonNegativeInt = 100  # validation tasks (0: all)
     every: PositiveInt = 4  # batches a validation
 
@@ -171,8 +171,9 @@ def learn(
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.safetensors, from which a stopped
     run or a larger --budget continues. All are of the last validation; the last batch of a smaller budget has one too.
 
-    passes: how often a token that was spent went forward, a backward pass counted as two; "played" of a line are tokens
-    that went forward once. learned: tasks that are played or read. inputs: the agent "sft", and what else is read.
+    passes: how often a token that was spent went forward without gradient checkpointing, a backward pass counted as
+    two; "played" of a line are tokens that went forward once. learned: tasks that are played or read. inputs: the agent
+    "sft", and what else is read.
     """
     folder = config.run / f"sft-{config.name}"
     log = folder.with_name(folder.name + ".updates.jsonl")

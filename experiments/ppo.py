@@ -11,8 +11,8 @@ turns gets .0003 of the outcome.) A state with one valid action is no turn. An e
 the environment pays then, and nothing is expected after it.
 
 The critic is a QNet that reads the last token of the prompt, before the agent acts. It begins with the mean final
-reward below each state of the trees, whose steps count for no budget, and then learns the returns A + V beside the
-agent, whose loss is Tree-GRPO's.
+reward below states of the first trees, as many --warm-up packs hold. Neither the trees' steps nor the tokens of this
+warm-up (in "played") count for a budget. Then it learns the returns A + V beside the agent, whose loss is Tree-GRPO's.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Config(Update):
     gamma: Number = 0.99  # discount a turn
     lam: Number = 0.95  # lambda of the advantage
     critic_lr: Number = 1e-5  # learning rate of the critic, which is faster than the agent
-    warm_up: NonNegativeInt = 200  # the critic's first updates
+    warm_up: NonNegativeInt = 200  # the critic's first updates, at most
     labels: Path | None = place(None)  # of `experiments.targets --target avg` (RUN/q_labels-avg.jsonl)
 
 

@@ -207,7 +207,7 @@ def batches(learner: Learner, groups: Sequence[Group], A: Sequence[list[np.ndarr
 
 def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, number: int) -> torch.Tensor:
     """An update on the mean loss over the choices of all trajectories. Returns their mean KL, entropy and share of
-    clipped ratios, and the number of tokens: (4,)."""
+    ratios beyond 1 ± CLIP, and the number of tokens: (4,)."""
     n = sum(float(batch.visits.sum()) for batch in minibatch)
     figures = torch.zeros(4)
     learner.model.train()

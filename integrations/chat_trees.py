@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     config = read_settings(Config, __doc__, argv)
     env = envs.from_config(config)
     agent = ChatModel(config, env, "trees.jsonl")
-    config = dataclasses.replace(config, model=agent.version())
+    config = dataclasses.replace(config, model=agent.version() or config.model)
     expert, by_task = config.expert, {}
     if expert:
         _, by_task = demonstrations.by_task(expert, expert, env)

@@ -45,6 +45,7 @@ class OpenEnv(TextEnv):
         with as_user_error(self.url):
             self.client = GenericEnvClient(base_url=self.url).sync().connect()
         self.session: list[Move] = []  # what the server has played last
+        self.connection: Any = None  # of the session
         self.moves: list[Move] = []  # of the episode at hand
 
     def split_ids(self, split: str) -> list[str]:
@@ -72,6 +73,10 @@ class OpenEnv(TextEnv):
             else:
                 task = {task_field: int(action) if task_field == "seed" else action}
                 result = self.client.reset(**task)
+        connection = self.client.async_client._ws
+        if self.session and connection is not self.connection:  # the library has opened another, with no task
+            self.refuse("it has lost the session; the same command goes on")
+        self.connection = connection
         seen: dict[str, Any] = result.observation
         if text_field not in seen:
             self.refuse(f"an observation has {', '.join(seen)}, and no {text_field}: --env-option text=FIELD")

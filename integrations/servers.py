@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from qlass import UserError
 from qlass.batching import Candidate, Sample
-from qlass.messages import State
+from qlass.messages import State, without_thinking
 from qlass.noise import uniforms
 from qlass.records import as_user_error
 from qlass.settings import Sampling
@@ -214,9 +214,9 @@ class Server:
         return await self.ask("/chat/completions", Reply[Turn], messages=State(tuple(messages)).dump(), **options)
 
     async def text(self, messages: Iterable[tuple[str, str]], **options: Any) -> str:
-        """The text that follows messages; empty if the server gives none."""
+        """The text that follows messages, without thoughts; empty if the server gives none."""
         reply = await self.chat(messages, **options)
-        return reply.choices[0].message.content or ""
+        return without_thinking(reply.choices[0].message.content or "")
 
 
 def retry_after(error: Any) -> float:

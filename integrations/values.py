@@ -35,7 +35,8 @@ def turn_values(qnet: Any, messages: list, task: str = "") -> tuple[list[float],
 
 
 def episode_reward(qnet: Any, mean: bool = True) -> Callable[..., list[float | None]]:
-    """A reward function for TRL's trainer and `integrations.trl`: the mean Q of an episode's actions, or the last."""
+    """A reward function for TRL's trainer and `integrations.trl`: the mean Q of an episode's actions, or the last,
+    to which TRL adds the environment's own reward."""
 
     def q_value(environments: list, **_: Any) -> list[float | None]:
         episodes = [turn_values(qnet, game.state.dump(), game.state.task)[0] for game in environments]

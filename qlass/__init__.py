@@ -9,12 +9,13 @@ class UserError(Exception):
 
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """One line for what may end a script while its modules load: Ctrl-C, and a package that the
-    Python outside the virtual environment has not."""
+    """One line for what may end a script while its modules load: Ctrl-C, and a missing package."""
     if issubclass(kind, KeyboardInterrupt):
         print("stopped", file=sys.stderr)
-    elif issubclass(kind, ModuleNotFoundError) and sys.prefix == sys.base_prefix:
-        way = "source .venv/bin/activate, or pip install -r requirements.txt"
+    elif isinstance(error, ModuleNotFoundError) and "." not in str(error.name):
+        way = "pip install it"
+        if sys.prefix == sys.base_prefix:
+            way = "source .venv/bin/activate, or pip install -r requirements.txt"
         print(f"error: {error}: {way}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)

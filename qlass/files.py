@@ -56,7 +56,7 @@ def write_jsonl(path: Path, records: Iterable[dict]) -> None:
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a draft of a file or folder, which becomes `path` when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     rank, _ = rank_and_size()
     draft, old = (path.with_name(f".{path.name}.{name}{rank}") for name in ("draft", "old"))
     remove(draft)  # of a call that was killed
@@ -72,6 +72,11 @@ def atomic(path: Path) -> Iterator[Path]:
     remove(old)
 
 
+def make_folder(path: Path) -> None:
+    with as_user_error(path, errors=OSError):  # a file has this name
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def remove(path: Path) -> None:
     """Delete a file, a folder or a link, if it is there."""
     if path.is_dir() and not path.is_symlink():
@@ -81,7 +86,7 @@ def remove(path: Path) -> None:
 
 def lock(path: Path) -> FileLock:
     """The lock of an output, held until it is released or this process ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     file_lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
     with as_user_error(f"{path}: another process is writing it", errors=Timeout):
         file_lock.acquire()

@@ -51,6 +51,8 @@ def find_agent(config: Any) -> Path:
     named = config.sft
     path = find_or_make(named and checkpoint(named), "sft", "sft", config)
     if named and Rendering.load(path).mark_matches != (config.preset == "tiny"):
+        if not (path / "config.json").exists():
+            raise UserError(f"--sft {named}: is no checkpoint: it has no config.json")
         raise other_kind(config, f"--sft {named}")
     return path
 

@@ -246,7 +246,7 @@ class Output:
     def todo(self, keys: Sequence[Any]) -> list[Any]:
         """The missing keys of this process's share."""
         if not keys:
-            raise UserError(f"{self.path}: no task is named (--split, --skip, --tasks)")
+            raise UserError(f"{self.path}: no task is left (--split and --skip, or --tasks)")
         rank, n = rank_and_size()
         return [key for key in keys[rank::n] if key not in self.groups]
 

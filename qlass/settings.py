@@ -114,7 +114,7 @@ class ActionLength(Model):
 class Sampling(ActionLength):
     """Sampling in a stage in which the agent acts."""
 
-    temperature: Number | None = None  # of the draws (none: the checkpoint's own)
+    temperature: Number | None = None  # of the draws (the checkpoint's own)
     plain: bool = workload(False)  # one sequence at a time, for recurrent models
     # GB for prompts, for each model (2; on a GPU a quarter of its free memory)
     cache_gb: Number | None = workload(None)
@@ -171,6 +171,9 @@ def read_settings(kind: type[R], doc: str | None, argv: Sequence[str] | None = N
         raise other_kind(own, f"--preset {config.preset}")
     if (model == "tiny") != (own.preset == "tiny"):
         raise other_kind(own, f"--model {model}")
+    for word in config.env_option:
+        if "=" not in word:
+            raise UserError(f"--env-option {word}: NAME=VALUE is expected")
     options = tuple({word.partition("=")[0]: word for word in config.env_option}.values())
     if own.file.exists():
         more = options != own.env_option and not kind.extends_options

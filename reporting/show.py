@@ -6,7 +6,8 @@ The command plays what the run has: it makes no agent and no QNet. Of a chat mod
 files, and asks for nothing.
 
 Most steps leave nothing to choose, since all samples are the same action. So of the first tasks that the command names
-one is shown that earns most, and of these the one in whose episode most steps have a choice.
+(with M = 1 of the first alone) one is shown that earns most, and of these the one in whose episode most steps have a
+choice.
 """
 
 from __future__ import annotations

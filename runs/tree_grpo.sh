@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Is a token better spent in training or in search, and do the two add up? The cloned agent against what learned by
 # reinforcement (Tree-GRPO, chain GRPO, GiGPO, PPO), from its failures (ETO) and from siblings by q, at equal training
-# tokens and at equal environment steps, and from its successes (RFT, cloned anew); then QLASS on top of each, with the old
+# tokens (beside those of the critic's warm-up) and at equal environment steps, and from its successes (RFT, cloned anew); then QLASS on top of each, with the old
 # QNet and, but for GiGPO and PPO, with one of the new agent's own trees.
 #
 #   bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]  (webshop, 3 seeds)

@@ -244,6 +244,7 @@ class Client:
     def __init__(self, session: Any) -> None:
         self.session = session
         self.sync = self.connect = lambda: self
+        self.async_client, self._ws = self, object()
 
     def reset(self, **names: Any) -> SimpleNamespace:
         return self.result(self.session.reset(**names))
@@ -301,6 +302,16 @@ def test_an_environment_of_openenv_is_played_as_the_one_behind_it(serve):
     env.max_steps = 1
     start(env, task)
     assert env.step("switch red")[1:4] == (0.1, False, True)
+
+
+def test_a_session_of_openenv_that_is_lost_on_the_way_ends_the_play(serve):
+    """The library would go on in another one, in which no task has begun."""
+    opened = serve(Switches())
+    env = envs.make("openenv:http://here")
+    state = start(env, "1")
+    opened[0]._ws = object()
+    with pytest.raises(UserError, match=r"^http://here: it has lost the session"):
+        step(env, state, "switch red")
 
 
 def test_tasks_of_openenv_may_be_numbers_and_fields_have_other_names(serve, tmp_path):

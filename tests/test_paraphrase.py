@@ -79,7 +79,7 @@ def test_the_task_is_worded_anew_where_it_is_said_or_refused(messages, task, pag
 
 def test_a_servers_wording_is_one_line_and_the_task_itself_if_it_says_nothing():
     with FakeServer() as server:
-        server.script += [chat_completion(' "one\n line" '), chat_completion(""), 404]
+        server.script += [chat_completion(' "one\n line" '), chat_completion("<think> a long"), 404]
         ask = by_server(server.url)
         assert [ask(TASK, n) for n in range(3)] == [TASK, "one line", TASK]
         assert server.seen[-1]["messages"][0]["content"].endswith(TASK)

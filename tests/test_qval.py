@@ -163,6 +163,8 @@ def judged(name, sample=None, valid_logprobs=None):
     ("direct", ["1: 70", "<think>1: 5</think>2: 20.5"], [70, 20.5], (2, 0)),
     ("direct", ["1: 170", "1: -3"], [None, None], (2, 2)),  # not of the scale
     ("direct", ["85.5", "1. 70.5"], [None, 70.5], (2, 1)),  # a point within a number is no sign behind its index
+    ("direct", ["1: .5", "1: 1,000"], [None, None], (2, 2)),
+    ("batched", ["1: 50\n2: 40\n1: 170"], [None, 40], (2, 1)),  # the last one counts
     ("direct_16", ["1: 30", "1: 40"], [30, 40], (32, 0)),
     ("sequential", ["1: 60", "no"], [60, None], (2, 1)),
     ("batched", ["The scores\n2: 40"], [None, 40], (2, 1)),

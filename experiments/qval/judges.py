@@ -35,10 +35,10 @@ ORDER = "a line `Ranking: ` with their numbers, the best first, `=` between equa
 
 def numbers(text: str, n: int) -> Scores:
     """Read the lines "1: 70" to "n: 20", the last of each; a number that is not within 0 and 100 is none."""
-    lines = re.findall(r"^\W*(\d+)[^\w\n.-]*(?:[:)=]|\.(?!\d))[^\w\n-]*(\d+(?:\.\d+)?)", text, re.MULTILINE)
+    lines = re.findall(r"^\W*(\d+)[^\w\n.-]*(?:[:)=]|\.(?!\d))[^\w\n.-]*(\d+(?:\.\d+)?)(?![\d.,]*\d)", text, re.M)
     if n == 1:  # small models go on counting
         lines = [("1", value) for _, value in lines[:1]] + lines
-    grades = {int(i): float(value) for i, value in lines if float(value) <= 100}
+    grades = {int(i): float(value) if float(value) <= 100 else None for i, value in lines}
     return [grades.get(i) for i in range(1, n + 1)]
 
 
