@@ -26,7 +26,7 @@ from qlass.settings import Learning, Model
 # stays as it is when the text grows.
 POSITIONS = {"default", "linear", "llama3", "yarn", "proportional"}
 SUPPORTED = " (supported: causal LMs in safetensors with a chat template, docs/models.md)"
-PROBE = "Thought: 1/2 of $9.50 in a café, 茶\nAction: click[Buy Now]"
+PROBE = "Thought: 1/2 of $9.50 in a café, 茶!\nAction: click[Buy Now]"
 
 hf.utils.logging.disable_progress_bar()
 hf.utils.logging.set_verbosity_error()
@@ -95,6 +95,8 @@ def load_model(
         settings = model.config.get_text_config()
         if hasattr(settings, "output_router_logits"):  # they would stand before the logits
             settings.output_router_logits = False
+        if hasattr(settings, "rescale_every"):  # RWKV's weights would change in place
+            settings.rescale_every = 0
         for layer in model.modules():  # packed for some CPUs, 4 bits let no gradient through
             if hasattr(layer, "support_avx512bf16_for_cpu"):
                 layer.support_avx512bf16_for_cpu = False
@@ -131,7 +133,9 @@ def load_chat(path: Path, config: Model) -> Chat:
         ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
         context = getattr(settings, "max_position_embeddings", None)
         chat = Chat(tokenizer, Rendering.load(path, config), context, ends)
-        if chat.text([*chat.action_tokens(PROBE, ""), chat.stop_id]) != PROBE:
+        with as_user_error("its tokenizer", errors=ValueError):  # a control token of plain text
+            tokens = chat.action_tokens(PROBE, "")
+        if chat.text([*tokens, chat.stop_id]) != PROBE:
             raise UserError("its tokenizer changes an action")
         return chat
 
@@ -141,7 +145,7 @@ def check(model: Any, chat: Chat, plain: bool) -> None:
     """UserError for a tokenizer that has tokens which the model lacks, for a model that is not
     causal, and for one that the fast engine reads otherwise than one sequence at a time."""
     if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise UserError("its tokenizer has tokens beyond the model's embeddings")
+        raise UserError("its tokenizer.json has tokens beyond the model's embeddings")
     tokens = torch.tensor([chat.action_tokens(PROBE, "")], device=model.device)
     with as_user_error("its model class"):
         logits, alone = model(input_ids=tokens)[0], model(input_ids=tokens[:, :1])[0]
@@ -167,7 +171,7 @@ def prepare_training(model: Any, config: Learning) -> Any:
         updates = peft.LoraConfig(
             r=config.lora, lora_alpha=2 * config.lora, target_modules="all-linear"
         )
-        with as_user_error(model.name_or_path, SUPPORTED):
+        with as_user_error(model.name_or_path, " (without --lora all weights are trained)"):
             adapter = peft.get_peft_model(model, updates)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -334,6 +334,7 @@ KINDS = {  # by model type: what its config needs besides
     "gemma4_text": {"layer_types": [SWA, FULL] * 2, "num_kv_shared_layers": 2, "global_head_dim": 16},
     "gpt_oss": {"layer_types": [SWA, FULL] * 2},  # experts too
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 4, "num_heads": 4},
+    "rwkv": {"num_hidden_layers": 8, "attention_hidden_size": 64},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
 }
 

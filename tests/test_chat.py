@@ -187,15 +187,16 @@ def test_the_messages_that_are_kept_have_a_bound():
     assert chat_of(CHATML).encode.cache_info().maxsize == 8192
 
 
-def test_a_template_thinks_in_no_turn_and_has_the_same_date_every_day():
-    """Qwen 3's switch is off, and where a prompt goes on with "no thoughts" so do the turns that were cloned."""
-    switch = "{% if add_generation_prompt and enable_thinking is false %}{{ '<think></think>' }}{% endif %}"
+@pytest.mark.parametrize("none", ["<think></think>", "<|channel>thought\n<channel|>"])  # Qwen 3's, Gemma 4's
+def test_a_template_thinks_in_no_turn_and_has_the_same_date_every_day(none):
+    """The switch is off, and where a prompt goes on with "no thoughts" so do the turns that were cloned."""
+    switch = f"{{% if add_generation_prompt and enable_thinking is false %}}{{{{ '{none}' }}}}{{% endif %}}"
     today = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     dates = "{{ 'Today: ' + date_string + strftime_now(', %B %d, %H:%M') + '\n' }}"
     chat = chat_of(today + dates + CHATML + switch)
     written = chat.tokenizer.decode(chat.prompt(STATE))
     assert written.startswith("Today: 26 Jul 2024, July 26, 00:00\n")
-    assert written.count("<|im_start|>assistant\n<think></think>") == written.count("<|im_start|>assistant") == 3
+    assert written.count(f"<|im_start|>assistant\n{none}") == written.count("<|im_start|>assistant") == 3
 
 
 @pytest.mark.parametrize(

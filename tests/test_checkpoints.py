@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers as hf
-from fakes import chat_tokenizer, dump, labelled_tree, tiny, tiny_lm, word_chat
+from fakes import chat_tokenizer, dump, labelled_tree, settings_of, tiny, tiny_lm, word_chat
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -153,6 +153,29 @@ def test_what_a_checkpoint_would_return_beside_its_logits_is_not_asked_for(tmp_p
         model, chat = models.load_model(tmp_path, Sampling(plain=plain))
         close(model(IDS).logits, before)
     models.save(model, chat, tmp_path / "again", Sampling())
+
+
+def test_a_checkpoint_changes_no_weights_while_it_is_read(tmp_path):
+    """RWKV would divide those of later layers, in place."""
+    save(tiny("rwkv"), tmp_path)
+    model, chat = models.load_model(tmp_path, Sampling(plain=True))
+    before = model(IDS).logits
+    models.save(model, chat, tmp_path / "again", Sampling(plain=True))
+    close(models.load_model(tmp_path / "again", Sampling(plain=True))[0](IDS).logits, before)
+
+
+def test_padding_by_a_plain_word_is_refused(tmp_path):
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.pad_token = "!"
+    chat = Chat(tokenizer, Rendering())
+    save(tiny_lm(chat), tmp_path, chat)
+    with pytest.raises(UserError, match="its tokenizer: Can't sanitize '!'"):
+        models.load_chat(tmp_path, Sampling())
+
+
+def test_a_model_that_takes_no_updates_names_the_way_without():
+    with pytest.raises(UserError, match=r"incompatible with Mamba.*\(without --lora all weights are trained\)"):
+        models.prepare_training(tiny("mamba2"), settings_of(sft, "--model", "mamba", "--lora", "2"))
 
 
 def test_a_bug_of_ours_keeps_its_traceback(copy, monkeypatch):

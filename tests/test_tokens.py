@@ -340,6 +340,15 @@ def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
             parity.check(model)
 
 
+def test_few_bits_round_in_a_backbone_too(monkeypatch):
+    backbone = tiny("llama").model
+    monkeypatch.setattr(parity, "differences", lambda model, sequences, plain: torch.full((3,), 0.02))
+    with pytest.raises(UserError, match="differ from plain ones"):
+        parity.check(backbone)
+    backbone.config._is_quantized = True  # as transformers marks it
+    parity.check(backbone)
+
+
 @pytest.mark.parametrize(("name", "layers"), [("llama", 4), ("gemma4_text", 2)])
 def test_keys_and_values_are_measured_in_a_filled_cache(name, layers):
     """Two heads of 16 numbers of 4 bytes. Gemma 4's last two layers read the keys of those before."""

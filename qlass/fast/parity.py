@@ -39,7 +39,7 @@ def check(model: Any) -> None:
     config = model.config.get_text_config()
     if name := next((name for name in HIDDEN if getattr(config, name, None)), None):
         raise UserError(f"its attention has windows of its own ({name}){PLAIN}")
-    exact = model.dtype == torch.float32 and not getattr(model, "is_quantized", False)
+    exact = model.dtype == torch.float32 and not getattr(model.config, "_is_quantized", False)
     window = getattr(config, "sliding_window", None)
     try:
         if window:
