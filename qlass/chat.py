@@ -23,7 +23,7 @@ from qlass.tiny import MARK, Aids, mark
 
 FLAGS = ("temperature", "max_new_tokens")  # of a stage
 # A prompt may end with thoughts that it closes (<think></think>; the last form is Gemma 4's), which
-# then stand before each answer here. Those that it leaves open are refused: earlier turns lack them.
+# then stand before each answer here. Those it leaves open are refused: earlier turns lack them.
 CLOSED = re.compile(r"(\s|<(\w+)>.*?</\2>|</\w+>|<\|channel>thought\s*<channel\|>)*", re.DOTALL)
 CACHED = 8192  # messages; of 2,000 letters each they take 200 MB with their tokens
 DAY = datetime.datetime(2024, 7, 26)  # today, to a template that asks; Llama 3's own
