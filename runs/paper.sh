@@ -121,8 +121,8 @@ case $ENV in
         self_trained rft RFT --limit 0 "${play[@]}" --method rft -N 3
         self_trained tree "trees' best" --method tree
         nets=(qnet qnet-avg qnet-reward)
-        for scorers in "${nets[@]}" "random logprob ${nets[*]}"; do  # one by one first: all at once fill a GPU
-            read -ra scorers <<< "$scorers"
+        for names in "${nets[@]}" "random logprob ${nets[*]}"; do  # one by one first: all at once may fill a GPU
+            read -ra scorers <<< "$names"
             "$PYTHON" -m experiments.qval "${env[@]}" "${play[@]}" --references exact policy -K 8 --scorers "${scorers[@]}"
         done
         "$PYTHON" -m reporting --run "$RUN" ;;
