@@ -355,6 +355,14 @@ def test_a_qnet_learns_from_the_trees_of_a_chat_model_and_guides_it(fake, tmp_pa
     assert any(len(step["candidates"]) == 2 for step in line["steps"])
 
 
+def test_trees_of_a_server_that_names_no_model_have_their_bill(fake, tmp_path):
+    well = fake.well
+    fake.well = lambda body: {name: value for name, value in well(body).items() if name != "model"}
+    url = fake.url.partition("#")[0]
+    chat_trees.main(["--run", "run", "--server", url, "--model", "mine", "--limit", "1", "--rollouts", "2"])
+    assert meta_of(tmp_path / "run" / "trees.jsonl")["usage"]["answers"] > 0
+
+
 def test_tokens_billed_for_trees_are_those_of_all_processes(fake, tmp_path, monkeypatch):
     """One has begun before the other asks for anything, and finishes last."""
     build = build_trees.build
