@@ -233,13 +233,7 @@ async def choose_episode(episodes: list[Episode], by: str | None) -> Episode:
         values = [(await Score(end.state, (end.action,)))[0] for end in ends]
     else:
         values = [end.reward for end in ends]
-    return episodes[first_of_best(values)]
-
-
-def first_of_best(values: Sequence[float]) -> int:
-    """The first of the highest values. Those of episodes that end alike differ by rounding, in each
-    batch in another way."""
-    return next(i for i, value in enumerate(values) if value > max(values) - 1e-6)
+    return episodes[results.first_of_best(values)]
 
 
 # --------------------------------------------------------------------------------------------- main

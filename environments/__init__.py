@@ -21,7 +21,7 @@ import gymnasium
 from environments import check
 from qlass import UserError
 from qlass.environment import TextEnv
-from qlass.inputs import ASIDE, fingerprint
+from qlass.inputs import fingerprint
 from qlass.records import as_user_error
 from qlass.settings import Run
 
@@ -76,7 +76,7 @@ def options_of(kind: Callable, words: Iterable[str]) -> dict[str, Any]:
 def contents_of(kind: Callable, options: dict[str, Any]) -> dict[str, str]:
     """The fingerprint of each file or folder that an option names, but for a `cache`. An option whose default is a word
     names no file, though a folder may have the same name."""
-    words = {*ASIDE}
+    words = {"cache"}
     for name, default in parameters(kind).items():
         if isinstance(default, str) and default.isalnum() and not Path(default).exists():
             words.add(name)
@@ -145,7 +145,7 @@ def from_config(config: Run) -> TextEnv:
     if Path.cwd() != folder:
         raise UserError(f"--env {config.env}: it changes the working directory, in which the run's files are")
     files = contents_of(kind, options)
-    places = {*files, *ASIDE}
+    places = {*files, "cache"}
     env.settings = {
         "env": config.env,
         "env_option": tuple(w for w in config.env_option if w.partition("=")[0] not in places),

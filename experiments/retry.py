@@ -17,7 +17,7 @@ import q_search
 from experiments.compare import Variant
 from integrations.servers import Remote, Server
 from q_search import Episode, Method, episode
-from qlass import UserError
+from qlass import UserError, results
 from qlass.batching import Request, Score
 from qlass.chat import Chat
 from qlass.messages import State
@@ -68,7 +68,7 @@ class Retry(Variant):
                 questions.append(end.state.extended(end.action, end.observation + ASK))
                 plans.append(await Reflect(questions[-1]))
                 env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
-        outcome = self.outcome(chat, trials[q_search.first_of_best(values)], trials)
+        outcome = self.outcome(chat, trials[results.first_of_best(values)], trials)
         outcome["tokens"]["prompt"] += sum(len(chat.message_tokens(question)[-1]) for question in questions)
         outcome["tokens"]["generated"] += sum(len(chat.action_tokens(plan, "")) for plan in plans)
         return outcome

@@ -26,7 +26,6 @@ LOADED = (
     "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "policy.json", "qnet.json", "head.safetensors",
 )  # fmt: skip
-ASIDE = ("cache", "simulators")  # options of environments on which no bytes depend
 
 
 def checkpoint(name: str | Path) -> Path:
@@ -123,10 +122,10 @@ def changes(output: Path) -> Iterator[str]:
 
 
 def same_files(word: str, files: dict[str, str]) -> bool:
-    """True if an option NAME=PATH names what `files` has the fingerprint of, or one of ASIDE."""
+    """True if an option NAME=PATH names what `files` has the fingerprint of, or a cache."""
     name, _, value = word.partition("=")
     path = Path(value).expanduser()
-    return name in ASIDE or (path.exists() and fingerprint(path) == files.get(name))
+    return name == "cache" or (path.exists() and fingerprint(path) == files.get(name))
 
 
 # ------------------------------------------------------------------------------ content of an input

@@ -16,6 +16,12 @@ Episode = list[Any]  # of q_search.Step
 # --------------------------------------------------------------------------- the outcome of a task
 
 
+def first_of_best(values: Sequence[float]) -> int:
+    """The first of the highest values. Those of episodes that end alike differ by rounding, in each
+    batch in another way."""
+    return next(i for i, value in enumerate(values) if value > max(values) - 1e-6)
+
+
 def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
     """The fields of a line: the episode that counts, and what all cost, as of `costs_of`."""
     steps = []

@@ -450,12 +450,6 @@ def test_simulators_and_environments_of_ones_own_bound_their_number(name):
         envs.from_config(Sampling(env=name, in_flight=width))
 
 
-@installed
-def test_a_number_of_simulators_is_in_no_recipe():
-    sampling = Sampling(env="sciworld", env_option=("simulators=9",), in_flight=9)
-    assert envs.from_config(sampling).settings["env_option"] == ()
-
-
 @pytest.mark.parametrize("name", ["./good.py:Mine", "good.py:Mine", "my/good:Mine", "..good:Mine"])
 def test_a_file_is_no_module(name):
     with pytest.raises(
