@@ -92,14 +92,10 @@ class QNet(nn.Module):
             nn.Linear(hidden, 1),
         ).to(backbone.device)
 
-    def forward(self, **inputs: Any) -> torch.Tensor:
-        """The value V of each token, (B, T); inputs: the backbone's."""
-        return self.apply_head(self.backbone(**inputs).last_hidden_state)  # Eq. (9): h_1 .. h_T
-
-    def forward_at(self, mask: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """V of the N tokens that a mask (B, T) marks, (N,): on a tiny model the head costs more
-        than the backbone."""
-        return self.apply_head(self.backbone(**inputs).last_hidden_state[mask])
+    def forward(self, at: Any = ..., **inputs: Any) -> torch.Tensor:
+        """The value V of each token, (B, T), or of those that an index of (B, T) picks: on a tiny
+        model the head costs more than the backbone. inputs: the backbone's."""
+        return self.apply_head(self.backbone(**inputs).last_hidden_state[at])  # Eq. (9): h_1 .. h_T
 
     def apply_head(self, states: torch.Tensor) -> torch.Tensor:
         """Eq. (10): V of hidden states (..., D), (...)."""
@@ -251,8 +247,9 @@ def new_qnet(sft: Path, config: Config) -> QNet:
     """A QNet of the agent's weights and a new head."""
     torch.manual_seed(config.seed)  # here: the agent may have been trained in this process just now
     qnet = QNet(*models.load_model(sft, config, train=not config.lora, body=True), config.hidden)
-    if device.is_divided(qnet.backbone) and not config.lora:  # their gradients are clipped together
-        device.divide(qnet.head, next(qnet.backbone.parameters()).device_mesh)
+    mesh = getattr(next(qnet.backbone.parameters()), "device_mesh", None)  # of divided weights
+    if mesh and not config.lora:  # their gradients are clipped together
+        device.divide(qnet.head, mesh)
     return qnet
 
 

@@ -9,7 +9,6 @@ the last token of each action also predicts all tokens of the environment's answ
 like the agent's own tokens. The loss of these is Eq. (5). docs/differences.md has what it changes.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,20 +24,10 @@ from qlass.settings import read_settings, run_stage
 from sft import Config
 
 
-@dataclasses.dataclass
-class Example:
-    """Tokens to read, and predictions: (the position that predicts, the token)."""
+class Example(sft.Example):
+    """Its labels are predictions: (the position that predicts, the token)."""
 
-    ids: list[int]
-    predictions: list[tuple[int, int]]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @property
-    def targets(self) -> int:
-        """The number of predictions, which divides the loss."""
-        return len(self.predictions)
+    labels: list[Any]
 
 
 def example_of(chat: Chat, state: State, max_tokens: int, answer: list[int]) -> Example:
@@ -67,7 +56,7 @@ def examples_of(chat: Chat, expert: list[Demonstration], max_tokens: int) -> Ite
 def loss_of_answers(model: Any, examples: list[Example]) -> torch.Tensor:
     """-sum log pi(x | what stands before it) over the tokens x that are predicted; ()."""
     ids = pad_sequence([torch.tensor(example.ids) for example in examples], batch_first=True)  # (B, T)
-    targets = [(row, *target) for row, example in enumerate(examples) for target in example.predictions]
+    targets = [(row, *target) for row, example in enumerate(examples) for target in example.labels]
     rows, positions, labels = map(torch.tensor, zip(*targets, strict=True))
     positions, column = positions.unique(return_inverse=True)
     kept = positions.to(model.device)

@@ -17,6 +17,7 @@ own wording of the task (App. A.3.2, experiments/paraphrase.py).
 import dataclasses
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PositiveInt
@@ -30,7 +31,7 @@ from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering
 from qlass.files import begun_meta, read_meta
-from qlass.messages import State, parse_action, react, start, step
+from qlass.messages import State, parse_action, replay, step
 from qlass.results import describe
 from qlass.settings import read_settings, run_stage, workload
 
@@ -146,21 +147,11 @@ class Player(Variant):
         return describe(steps, [steps], {"tokens": {"prompt": 0, "generated": 0, "scored": 0}})
 
     def episode(self, env: envs.TextEnv, task_id: str) -> Episode:
-        state = start(env, task_id)
-        steps: Episode = []
-        moves = env.rules()[self.player]() if self.player else getattr(env, self.name)(task_id)
-        for thought, move in moves:
-            action = react(thought, move)
-            after, reward, done = step(env, state, action)
-            steps.append(Step(state, [], [], [], action, after.observation, reward))
-            state = after
-            if done:
-                break
-        if not steps:
-            raise UserError(f"{env.name}: {self} does nothing in task {task_id}")
-        if not done:
-            steps[-1] = dataclasses.replace(steps[-1], reward=env.reward_if_cut())
-        return steps
+        player = (lambda _: env.rules()[self.player]()) if self.player else getattr(env, self.name)
+        return [
+            Step(before.state, [], [], [], move.action, move.state.observation, move.reward)
+            for before, move in pairwise(replay(env, task_id, player=player))
+        ]
 
 
 def plan_of(env: envs.TextEnv, config: Config) -> list[Method]:

@@ -102,7 +102,7 @@ def state_values(critic: QNet, tree: TokenTree, ends: torch.Tensor) -> torch.Ten
     where = torch.zeros(1, len(tree), dtype=torch.bool, device=places.device)
     where[0, places] = True
     with mixed_precision(critic.backbone):
-        return critic.forward_at(where, **tree_inputs(critic.backbone, [tree]), use_cache=False).float()[row]
+        return critic(where, **tree_inputs(critic.backbone, [tree]), use_cache=False).float()[row]
 
 
 @torch.no_grad()

@@ -15,10 +15,11 @@ import pandas as pd
 from tyro.conf import Positional
 
 from environments.alfworld.env import ALFWorldEnv
-from qlass import UserError
+from qlass import UserError, records
 from qlass.files import warn
 from qlass.settings import parse, run_stage
-from reporting.results import METHODS, lines_of
+from reporting.result_lines import Result
+from reporting.results import METHODS
 from reporting.stats import interval
 
 
@@ -49,7 +50,7 @@ class ALFWorld(ALFWorldEnv):
 
 def figures(paths: list[Path]) -> Iterator[str]:
     """Rows of a table: which share of the games is won in the first of the files, in two or more, and in any."""
-    lines = pd.DataFrame([record | {"file": str(path)} for path in paths for _, record in lines_of(path)])
+    lines = pd.DataFrame([record | {"file": str(path)} for path in paths for record in records.read(path, Result)])
     if lines.duplicated(["method", "task_id", "file"]).any():
         raise UserError("a file has two searches of one method: name files with one M, one for each episode of a game")
     blocks = dict(zip(lines["task_id"], lines["block"], strict=True))

@@ -105,10 +105,6 @@ def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
     divided.set_force_sum_reduction_for_comms(True)
 
 
-def is_divided(model: nn.Module) -> bool:
-    return isinstance(next(model.parameters()), DTensor)
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor that may be divided; all processes ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

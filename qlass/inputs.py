@@ -6,7 +6,6 @@ No torch here, so that bellman.py starts at once.
 import functools
 import hashlib
 import importlib
-import os
 import shlex
 from collections.abc import Iterator
 from functools import partial
@@ -136,9 +135,11 @@ def fingerprint(path: Path) -> str:
     files. What is hidden in a folder does not count."""
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    files = sorted(file for file in path.rglob("[!.]*") if file.is_file())
-    files = [file for file in files if "/." not in f"/{file.relative_to(path).as_posix()}"]
-    listing = "".join(f"{os.path.relpath(file, path)} {file.stat().st_size}\n" for file in files)
+    listing = ""
+    for file in sorted(filter(Path.is_file, path.rglob("*"))):
+        name = file.relative_to(path).as_posix()
+        if "/." not in f"/{name}":
+            listing += f"{name} {file.stat().st_size}\n"
     return hashlib.sha256(listing.encode()).hexdigest()[:16]
 
 

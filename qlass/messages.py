@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from qlass import UserError
@@ -93,25 +93,30 @@ class Move(NamedTuple):
     done: bool
 
 
-def replay(env: TextEnv, task_id: str, recorded: Sequence[str] | None = None) -> Iterator[Move]:
+def replay(
+    env: TextEnv,
+    task_id: str,
+    recorded: Sequence[str] | None = None,
+    player: Callable[[str], Iterable] | None = None,
+) -> Iterator[Move]:
     """Recorded actions in `env`, move by move; the first move is the task's start, of no action.
 
     The limit of steps is raised for them, as it may have been another one when they were recorded,
     and they end with the episode. Where they end earlier, the last move has what the environment
-    pays there. Without them the environment's expert plays.
+    pays there. Without them `player`, or the environment's expert, plays the task.
     """
     limit = env.max_steps
     try:
         state = start(env, task_id)
         actions = iter(recorded or ())
         if recorded is None:
-            actions = (react(*move) for move in env.expert(task_id))
+            actions = (react(*move) for move in (player or env.expert)(task_id))
         elif (own := env.step_limit()) is not None:
             env.max_steps = max(own, len(recorded))
         yield Move("", state, 0.0, False)
         action = next(actions, None)
         if recorded is None and action is None:
-            raise UserError(f"{env.name}: task {task_id}: its expert yields no action")
+            raise UserError(f"{env.name}: task {task_id}: its player yields no action")
         while action is not None:
             state, reward, done = step(env, state, action)
             after = None if done else next(actions, None)

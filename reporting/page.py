@@ -16,10 +16,12 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from qlass import records
 from qlass.messages import parse_action
 from qlass.trees import read_trees
 from reporting import figures, tables
-from reporting.results import Group, choices, lines_of, tables_of, worth
+from reporting.result_lines import Result
+from reporting.results import Group, choices, tables_of, worth
 from reporting.tree import TreeLine
 
 CAPTION = (
@@ -65,7 +67,7 @@ def sections(
 
 def episode(inputs: Iterable[Path]) -> str:
     """A picture of one search of QLASS; "" if none of the files has one that had a choice."""
-    lines = [line for path in inputs for _, line in lines_of(path) if line["method"] == "qlass"]
+    lines = [line for path in inputs for line in records.read(path, Result) if line["method"] == "qlass"]
     best = max(lines, key=worth, default={})
     if not choices(best):
         return ""

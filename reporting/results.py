@@ -152,12 +152,6 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
         yield from ((label, file) for file in files)
 
 
-def lines_of(path: Path) -> Iterator[tuple[str, Any]]:
-    """("FILE:LINE", result). UserError for a file that is not there, and for what is no result."""
-    for number, line in enumerate(records.read(path, Result), 1):
-        yield f"{path}:{number}", line
-
-
 def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None = None) -> list[Group]:
     """Read (label, file) pairs into one group per condition, in the order of the table.
 
@@ -166,8 +160,9 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     """
     rows: list[dict] = []
     for label, path in sources:
-        for where, record in lines_of(path):
+        for number, record in enumerate(records.read(path, Result), 1):
             labels = filter(None, (label, record.get("label")))
+            where = f"{path}:{number}"
             rows.append(episode(record) | {"label": ", ".join(labels), "file": path, "where": where})
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")

@@ -250,7 +250,7 @@ def test_an_expert_without_a_way_is_told_with_its_task():
     env = FakeEnv()
     env.expert = lambda task: iter([] if task == "train3" else [("", "left")])
     demonstrate(env, "train2")
-    with pytest.raises(UserError, match="fake: task train3: its expert yields no action"):
+    with pytest.raises(UserError, match="fake: task train3: its player yields no action"):
         demonstrate(env, "train3")
 
 

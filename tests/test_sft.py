@@ -262,7 +262,7 @@ def test_the_last_word_of_an_action_predicts_its_answer():
     own = [(i - 1, whole.ids[i]) for i in ITS_OWN]
     answered = [(13, whole.ids[i]) for i in range(14, 19)] + [(21, 7)]
     assert whole.ids == [*sft.example_of(CHAT, STATE, 100).ids, 7]
-    assert sorted(whole.predictions) == sorted([*own, *answered]) and whole.targets == 10 + 6
+    assert sorted(whole.labels) == sorted([*own, *answered]) and whole.targets == 10 + 6
 
 
 def test_the_loss_with_answers_by_hand():

@@ -22,20 +22,17 @@ from .simulator import Task, simulators
 
 # The place of a task is its number in the ids of ETO's trajectories, NUMBER_VARIATION (its data/sciworld/
 # taskname2id.json, which has no 5); beside it the steps that ETO grants (max_steps.json), which leaves six tasks out.
-ETO_TASKS = (
-    ("boil", 100), ("change-the-state-of-matter-of", 80), ("freeze", 80), ("melt", 80),
-    ("measure-melting-point-known-substance", 120), ("", 0), ("use-thermometer", 30), ("power-component", 20),
-    ("power-component-renewable-vs-nonrenewable-energy", 30), ("test-conductivity", 30),
-    ("test-conductivity-of-unknown-substances", 30), ("find-animal", 15), ("find-living-thing", 15),
-    ("find-non-living-thing", 15), ("find-plant", 15), ("grow-fruit", 60), ("grow-plant", 30), ("chemistry-mix", 60),
-    ("chemistry-mix-paint-secondary-color", 15), ("chemistry-mix-paint-tertiary-color", 30),
-    ("lifespan-longest-lived", 10), ("lifespan-longest-lived-then-shortest-lived", 12),
-    ("lifespan-shortest-lived", 10), ("identify-life-stages-1", 30), ("identify-life-stages-2", 30),
-    ("inclined-plane-determine-angle", 0), ("inclined-plane-friction-named-surfaces", 0),
-    ("inclined-plane-friction-unnamed-surfaces", 0), ("mendelian-genetics-known-plant", 0),
-    ("mendelian-genetics-unknown-plant", 0),
-)  # fmt: skip
-ETO_STEPS = {name: steps for name, steps in ETO_TASKS if steps}
+TASKS = """
+boil=100 change-the-state-of-matter-of=80 freeze=80 melt=80 measure-melting-point-known-substance=120 =0
+use-thermometer=30 power-component=20 power-component-renewable-vs-nonrenewable-energy=30 test-conductivity=30
+test-conductivity-of-unknown-substances=30 find-animal=15 find-living-thing=15 find-non-living-thing=15 find-plant=15
+grow-fruit=60 grow-plant=30 chemistry-mix=60 chemistry-mix-paint-secondary-color=15
+chemistry-mix-paint-tertiary-color=30 lifespan-longest-lived=10 lifespan-longest-lived-then-shortest-lived=12
+lifespan-shortest-lived=10 identify-life-stages-1=30 identify-life-stages-2=30 inclined-plane-determine-angle=0
+inclined-plane-friction-named-surfaces=0 inclined-plane-friction-unnamed-surfaces=0 mendelian-genetics-known-plant=0
+mendelian-genetics-unknown-plant=0"""
+ETO_TASKS = [task.split("=") for task in TASKS.split()]
+ETO_STEPS = {name: int(steps) for name, steps in ETO_TASKS if steps != "0"}
 
 # Variations of a task in each split, at most; ten to test with is ETO's number.
 MOST = {"train": 60, "val": 10, "test_seen": 10, "test_unseen": 10}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.qval import metrics
-from qlass import UserError
+from qlass import UserError, records
 from reporting import tables
-from reporting.results import lines_of
+from reporting.result_lines import Result
 from reporting.stats import bootstrap
 
 NOTE = (
@@ -62,7 +62,7 @@ def cell(value: object) -> str:
 
 def rewards_of(path: Path, env: str) -> pd.Series:
     """The mean reward of each judge in a results file of experiments.judges, on tasks that all have played."""
-    lines = [record for _, record in lines_of(path) if (record["method"], record["env"]) == ("judge", env)]
+    lines = [record for record in records.read(path, Result) if (record["method"], record["env"]) == ("judge", env)]
     if not lines:
         raise UserError(f"{path}: nothing of experiments.judges in {env}")
     table = pd.DataFrame.from_records(lines)

@@ -77,7 +77,7 @@ class Context:
     def __init__(self, config: Any, language_model: str | None = None) -> None:
         """config: a stage's. language_model: the --judge of `qval`."""
         self.config, self.language_model = config, language_model
-        self.qnets: dict[str, Any] = {}
+        self.qnet = cache(self.qnet)
 
     @cached_property
     def inputs(self) -> dict[str, Path]:
@@ -105,10 +105,8 @@ class Context:
 
     def qnet(self, name: str) -> Any:
         """Return a function that answers Score requests by the net in RUN/NAME."""
-        if name not in self.qnets:
-            qnet = QNet.from_pretrained(self.config.run / name, self.config)
-            self.qnets[name] = scorer(qnet, self.config.plain, self.config.cache_gb)
-        return self.qnets[name]
+        qnet = QNet.from_pretrained(self.config.run / name, self.config)
+        return scorer(qnet, self.config.plain, self.config.cache_gb)
 
 
 Scorer = Callable[[Context, Decision], Coroutine[Any, Any, Scores]]
@@ -125,18 +123,15 @@ def each(value: Callable[[Context, Decision, str], float | None]) -> Scorer:
 
 def rule(context: Context, decision: Decision, action: str) -> float:
     """The score "code", which a person has written."""
-    return (lake if context.config.env == "frozenlake" else overlap)(decision.state, action)
+    return lake(decision.env, action) if context.config.env == "frozenlake" else overlap(decision.state, action)
 
 
-def lake(state: State, action: str) -> float:
+def lake(env: Any, action: str) -> float:
     """FrozenLake: minus the Manhattan distance to the goal after the move; a hole is the end, the edge a lost turn."""
-    text = "\n".join(content for role, content in state.messages if role == "user")
-    rows = [line.replace(" ", "") for line in re.findall(r"^(?:[FHG] ?){4,8}$", text, re.MULTILINE)]
-    side = len(rows[-1])
-    grid = np.array([list(row) for row in rows[-side:]])
-    cell = np.array(re.findall(r"cell (\d)(\d)", text)[-1], int)
+    grid = env.lake.desc.astype(str)
     moves = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
-    after = (cell + moves.get(parse_action(action), (0, 0))).clip(0, side - 1)
+    way = moves.get(parse_action(action), (0, 0))
+    after = np.add(divmod(env.cell, len(grid)), way).clip(0, len(grid) - 1)
     distance = np.abs(np.argwhere(grid == "G") - after).sum(axis=1).min()
     return -float(distance) - 100.0 * (grid[tuple(after)] == "H")
 

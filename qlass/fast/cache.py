@@ -89,8 +89,7 @@ class Row:
         self.past = prompt.past
         self.cached = sum(map(len, self.past))  # tokens
         self.tree = TokenTree()
-        # By name, with the places of its tokens in the tree.
-        self.turns: dict[bytes, tuple[Turn, Places]] = {}
+        self.turns: dict[bytes, Places] = {}  # by name, the places of its tokens in the tree
         # By the number of a question, as in its Reading, but in the tree.
         self.paths: dict[int, list[Places]] = {}
 
@@ -107,7 +106,7 @@ class Row:
         last = -1
         for turn in prompt.turns[len(self.past) :]:
             path = self.tree.add(turn.ids, last)
-            self.turns[turn.name] = (turn, path)
+            self.turns[turn.name] = path
             last = path[-1]
         self.paths[number] = [[last, *self.tree.add(ids, last)] for ids in tails]
 
@@ -194,15 +193,15 @@ class PromptCache:
         which the last tokens are the row's tree."""
         self._shapes = [(tensor.shape[0], tensor.shape[2]) for tensor in layers]
         size = sum(tensor[:, 0].nbytes for tensor in layers)  # of a token
-        for turn, path in row.turns.values():
-            if turn.name in self._entries:
+        for name, path in row.turns.items():
+            if name in self._entries:
                 continue
             if self.used + size * len(path) > self.capacity:
                 self.full = True
                 return  # the turns that continue this one come later
             columns = torch.tensor(row.columns(path), device=layers[0].device)
             tensor = torch.cat([t[:, columns].transpose(0, 1).flatten(1) for t in layers], -1)
-            self._entries[turn.name] = Entry(tensor, self.round)
+            self._entries[name] = Entry(tensor, self.round)
             self.used += tensor.nbytes
 
     def read(self, questions: Sequence[Question]) -> Iterator[Reading]:

@@ -91,7 +91,7 @@ def token_values(qnet: Any, packs: Sequence[Any]) -> tuple[Tensor, ...]:
     trained = sums[0] > 0
     if qnet.backbone.device.type == "cpu":
         inputs["blocks"] = blocks_of(packs, trained.shape[1])
-    v = qnet.forward_at(trained.to(qnet.backbone.device), **inputs, use_cache=False).float()
+    v = qnet(trained.to(qnet.backbone.device), **inputs, use_cache=False).float()
     place = trained.flatten().cumsum(0).view_as(trained) - 1
     return v, *sums[:, trained].to(v.device), place
 

@@ -42,6 +42,4 @@ class FastQNet:
 
     def forward(self, inputs: dict, columns: Tensor) -> np.ndarray:
         """Values at these columns, (B, len(columns))."""
-        mask = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
-        mask[:, columns] = True
-        return self.qnet.forward_at(mask, **inputs).view(len(mask), -1).float().cpu().numpy()
+        return self.qnet((slice(None), columns), **inputs).float().cpu().numpy()
