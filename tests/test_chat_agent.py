@@ -1,11 +1,8 @@
 """Q-guided search for a chat model, and trees that it grows: on a fake server, with QNets of random weights."""
 
 import contextlib
-import functools
 import json
-import operator
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
@@ -34,15 +31,15 @@ def fake(fake_world):
         yield server
 
 
-def played(fake, run, *flags):
-    chat_agent.main(over(["--run", str(run), "--server", fake.url, "--limit", "2"], flags))
-    return read_jsonl(run / "results_first.jsonl")
+def played(fake, *flags, run="."):
+    chat_agent.main(over(["--run", run, "--server", fake.url, "--limit", "2"], flags))
+    return read_jsonl(Path(run, "results_first.jsonl"))
 
 
-def asked(fake, run, *flags):
+def asked(fake, *flags, run="."):
     """The lines, and the number of requests but for the first one, which asks for the model's name."""
     before = len(fake.seen) + 1
-    lines = played(fake, run, *flags)
+    lines = played(fake, *flags, run=run)
     return lines, len(fake.seen) - before
 
 
@@ -50,8 +47,8 @@ def steps_of(lines) -> int:
     return sum(line["n_steps"] for line in lines)
 
 
-def test_each_method_takes_the_action_that_its_scores_say(fake, tmp_path, value_net):
-    lines = played(fake, tmp_path, "--qnet", str(value_net), "-M", "3", "-N", "1")
+def test_each_method_takes_the_action_that_its_scores_say(fake, value_net):
+    lines = played(fake, "--qnet", str(value_net), "-M", "3", "-N", "1")
     assert [line["method"] for line in lines] == [m for m in ("greedy", "random", "best_of_n", "qlass") for _ in "12"]
     qnet = QNet.from_pretrained(value_net)
     choices = 0
@@ -70,9 +67,9 @@ def test_each_method_takes_the_action_that_its_scores_say(fake, tmp_path, value_
     assert [message["role"] for message in greedy[0]["messages"]] == ["user", "assistant", "user"]
 
 
-def test_tokens_of_both_models_are_counted(fake, tmp_path, value_net):
+def test_tokens_of_both_models_are_counted(fake, value_net):
     fake.text = "Action: right"
-    line = played(fake, tmp_path, "--method", "qlass", "--qnet", str(value_net), "-M", "3")[0]
+    line = played(fake, "--method", "qlass", "--qnet", str(value_net), "-M", "3")[0]
     # "walk", "OK", "you stand at start"; then also "Action: right" and "Observation: you stand at start right"
     words = [6, 6 + 2 + 6, 6 + 2 + 6 + 2 + 7]
     assert line["usage"] == {"prompt": sum(words), "generated": 3 * 3 * 2}  # three answers to one request
@@ -82,50 +79,48 @@ def test_tokens_of_both_models_are_counted(fake, tmp_path, value_net):
     assert line["tokens"] == {"prompt": words[-1], "generated": 3 * 3 * 2, "scored": scored}
 
 
-def test_no_answer_is_asked_for_twice(fake, tmp_path, value_net):
+def test_no_answer_is_asked_for_twice(fake, value_net):
     """Not after a stop or a kill, by another method, or for the same lines again."""
     fake.text = f"<think>à</think>{fake.text}"
     fake.script += [fake.well] * 4 + [400]
     flags = ("--method", "sample", "--in-flight", "1")
     with pytest.raises(UserError, match=fake.url):
-        played(fake, tmp_path, *flags)
-    file = tmp_path / "answers.results_first.jsonl"
+        played(fake, *flags)
+    file = Path("answers.results_first.jsonl")
     data = file.read_bytes()
     file.write_bytes(data[: data.rindex("à".encode()) + 1])  # a kill cuts the last of three, within a letter
-    lines, requests = asked(fake, tmp_path, *flags)
+    lines, requests = asked(fake, *flags)
     assert requests == steps_of(lines) - 2
-    assert asked(fake, tmp_path, *flags) == (lines, 0)
-    again, requests = asked(fake, tmp_path, *flags, "--overwrite")
+    assert asked(fake, *flags) == (lines, 0)
+    again, requests = asked(fake, *flags, "--overwrite")
     assert [line | {"seconds": 0} for line in again] == [line | {"seconds": 0} for line in lines] and not requests
     before = len(fake.seen) + 1
-    more = played(fake, tmp_path, "--method", "sample", "qlass", "--qnet", str(value_net))
+    more = played(fake, "--method", "sample", "qlass", "--qnet", str(value_net))
     assert more[:2] == again and len(more) == 4
     assert "n" not in fake.seen[before]  # of two answers the first was there
 
 
-def test_a_missing_qnet_and_another_model_are_refused(fake, tmp_path):
+def test_a_missing_qnet_and_another_model_are_refused(fake):
     flags = ("--method", "sample", "--in-flight", "1")
     with pytest.raises(UserError, match="no such QNet: "):
-        played(fake, tmp_path)
-    played(fake, tmp_path, *flags)
+        played(fake)
+    played(fake, *flags)
     fake.script += [chat_completion("Hello") | {"model": "other"}]
     with pytest.raises(UserError, match="begun with model first, not other"):
-        played(fake, tmp_path, *flags)
+        played(fake, *flags)
     fake.script += [chat_completion("Hello"), chat_completion("Action: right", read=6) | {"model": "other"}]
     with pytest.raises(UserError, match="it answered as first, and now as other"):
-        played(fake, tmp_path / "new", *flags)
+        played(fake, *flags, run="new")
 
 
 @pytest.mark.parametrize("refusal", [None, 400])
-def test_a_server_that_gives_one_answer_or_refuses_a_request_for_several_is_asked_one_by_one(
-    fake, tmp_path, refusal, capsys
-):
-    expected, requests = asked(fake, tmp_path / "without", *SEVERAL, "--body", '{"n": null}')
+def test_a_server_that_gives_one_answer_or_refuses_a_request_for_several_is_asked_one_by_one(fake, refusal, capsys):
+    expected, requests = asked(fake, *SEVERAL, "--body", '{"n": null}', run="without")
     assert requests == 3 * steps_of(expected) == len({body["seed"] for body in fake.seen[1:]})
     assert not any("n" in body for body in fake.seen)
     well = fake.well
     fake.well = lambda body: refusal if refusal and "n" in body else well(body | {"n": 1})
-    lines, more = asked(fake, tmp_path / "several", *SEVERAL)
+    lines, more = asked(fake, *SEVERAL, run="several")
     assert [line["steps"] for line in lines] == [line["steps"] for line in expected]
     assert more == requests + bool(refusal)  # it is asked for several once
     assert capsys.readouterr().err.count("each answer is a request of its own") == bool(refusal)
@@ -135,85 +130,66 @@ BAD = chat_completion("Action: left", read=9) | {"usage": None}
 
 
 @pytest.mark.parametrize(("before", "mishap"), [(3, 400), (3, 404), (3, 422), (3, BAD), (1, 401), (1, 403), (1, BAD)])
-def test_one_bad_reply_stops_the_run_and_changes_no_later_request(fake, tmp_path, before, mishap, capsys):
+def test_one_bad_reply_stops_the_run_and_changes_no_later_request(fake, before, mishap, capsys):
     """Unless it refuses the first request for several. The run goes on as one that was not stopped."""
     fake.script += [fake.well] * before + [mishap]
     with pytest.raises(UserError, match=fake.url):
-        played(fake, tmp_path / "stopped", *SEVERAL)
-    lines, _ = asked(fake, tmp_path / "stopped", *SEVERAL)
+        played(fake, *SEVERAL, run="stopped")
+    lines, _ = asked(fake, *SEVERAL, run="stopped")
     assert {body.get("n") for body in fake.seen if body["messages"][-1]["content"] != "Hello"} == {3}
-    straight = played(fake, tmp_path / "straight", *SEVERAL)
+    straight = played(fake, *SEVERAL, run="straight")
     assert [line["steps"] for line in lines] == [line["steps"] for line in straight]
     assert "a request of its own" not in capsys.readouterr().err
 
 
-def test_answers_belong_to_the_server_and_the_model_that_gave_them(fake, tmp_path):
+def test_answers_belong_to_the_server_and_the_model_that_gave_them(fake):
     """Another one by the same alias is asked, also where --overwrite or --limit lets it in."""
     flags = ("--method", "sample")
-    _, requests = asked(fake, tmp_path, *flags)
+    _, requests = asked(fake, *flags)
     with FakeServer(text=fake.text) as other:
-        assert asked(other, tmp_path, *flags, "--overwrite")[1] == requests
+        assert asked(other, *flags, "--overwrite")[1] == requests
     fake.well, well = lambda body: well(body) | {"model": "other"}, fake.well
-    assert asked(fake, tmp_path, *flags, "--overwrite")[1] == requests
+    assert asked(fake, *flags, "--overwrite")[1] == requests
 
 
-def test_a_server_that_does_not_count_what_it_writes_is_told(fake, tmp_path, capsys):
-    well = fake.well
-    fake.well = lambda body: well(body) | {"usage": {"prompt_tokens": len(str(body))}}
-    line = played(fake, tmp_path, "--method", "greedy")[0]
-    assert line["tokens"]["generated"] == 0
-    assert f"{fake.url} does not count the tokens that it writes: they are 0" in capsys.readouterr().err
-
-
-def test_answers_are_bounded_and_billed(fake, tmp_path, capsys):
-    flags = ("--method", "sample", "--in-flight", "1")
+def test_answers_are_bounded_and_billed(fake, capsys):
+    """Those under way at the bound too, which are kept."""
+    fake.pause = 0.3
     with pytest.raises(UserError, match="--max-answers 3: no more are asked for"):
-        played(fake, tmp_path, *flags, "--max-answers", "3")
+        played(fake, "--method", "sample", "--max-answers", "3")  # two tasks side by side
     assert len(fake.seen) == 1 + 3
     out, err = capsys.readouterr()
     assert "at most 10 answers (2 tasks, 5 steps, 1 for" in err
     assert json.loads(out.partition("billed: ")[2])["answers"] == 3  # of a stopped command too
-    lines, requests = asked(fake, tmp_path, *flags)
+    lines, requests = asked(fake, "--method", "sample")
     assert requests == steps_of(lines) - 3
     billed = json.loads(capsys.readouterr().out.partition("billed: ")[2])
     assert billed["answers"] == billed["requests"] == requests
 
 
-def test_answers_under_way_at_the_bound_are_kept_and_billed(fake, tmp_path, capsys):
-    well = fake.well
-    fake.well = lambda body: time.sleep(0.3) or well(body)
-    with pytest.raises(UserError, match="--max-answers 3: no more are asked for"):
-        played(fake, tmp_path, "--method", "sample", "--max-answers", "3")  # two tasks side by side
-    answers = json.loads(capsys.readouterr().out.partition("billed: ")[2])["answers"]
-    assert answers == len(fake.seen) - 1 == 3
-
-
-def test_demonstrations_of_the_type_stand_in_front_of_the_task(fake, tmp_path, monkeypatch):
+def test_demonstrations_of_the_type_stand_in_front_of_the_task(fake, monkeypatch):
     monkeypatch.setattr(FakeEnv, "task_type", lambda self, task_id: f"type {int(task_id[-1]) % 2}")
     flags = ("--method", "greedy", "--split", "train", "--examples")
-    played(fake, tmp_path, *flags, "2")
+    played(fake, *flags, "2")
     contents = [message["content"] for message in fake.seen[1]["messages"]]
     assert len(contents) == 2 + 2 * 6 + 1  # instruction, OK, twice three steps, the task
     assert contents[2:8] == contents[8:14] and contents[3] == "Thought: this way\nAction: right"
     with pytest.raises(UserError, match="--examples 3: 2 can stand in front of task train"):
-        played(fake, tmp_path / "more", *flags, "3")
+        played(fake, *flags, "3", run="more")
 
 
-def test_more_fields_of_a_request_and_fields_left_out(fake, tmp_path):
+def test_more_fields_of_a_request_and_fields_left_out(fake):
     body = '{"max_tokens": null, "max_completion_tokens": 9, "top_k": 5}'
-    played(fake, tmp_path, "--method", "greedy", "--body", body)
+    played(fake, "--method", "greedy", "--body", body)
     asked = fake.seen[1]
     assert not {"stop", "max_tokens"} & asked.keys()
     assert (asked["max_completion_tokens"], asked["top_k"]) == (9, 5)
-    for wrong, says in (("[1]", "is no JSON object"), ('{"temperature": 1}', "greedy is at temperature 0")):
-        with pytest.raises(UserError, match=says):
-            played(fake, tmp_path / "wrong", "--body", wrong)
 
 
-def test_a_server_that_cuts_prompts_is_told(fake, tmp_path):
+def test_a_server_that_cuts_prompts_is_told(fake):
     fake.script += [chat_completion("Action: right", read=6)] * 8
     with pytest.raises(UserError, match="reads 6 tokens of a prompt, and 6 of the shorter one before"):
-        played(fake, tmp_path, "--method", "greedy")
+        played(fake, "--method", "greedy")
 
 
 FORMS = [
@@ -237,6 +213,7 @@ MOVES = {"up", "down", "left", "right"}
 CALL = {"tool": "note", "task": "call Ann", "observation": "she is away"}  # with keys that begin a line of ours
 FENCED = "Action:\n```{}\n{}\n```{}"
 LETTER = "write Dear Ann,\n\nTask: call Bob\n\nYours"
+NAMED = "write\n---\nname: x\n---"
 BEHIND = "\n\nThis brings us nearer to the goal."
 
 
@@ -268,6 +245,12 @@ ANSWERS = [  # what the environment knows, an answer, and the action in it
     (MOVES.__contains__, "Step 1: Action: *up*\nStep 2: Action: *down*", "up"),
     (MOVES.__contains__, "Action 1: up\nAction 2: down", "up"),
     (MOVES.__contains__, "Action: fly\nNo, I can't.\nAction: down", "down"),
+    # No mark ends an action's own lines, and none is taken away from what the environment knows.
+    (NAMED.__eq__, f"Action: {NAMED}", NAMED),
+    ("say *hello*.".__eq__, "Action: say *hello*.", "say *hello*."),
+    ("`x`".__eq__, "Action: `x`", "`x`"),
+    (MOVES.__contains__, "Action: say *hello*.", None),
+    (bool, "", None),
 ]
 
 
@@ -277,27 +260,18 @@ def test_the_environment_is_asked_for_the_whole_then_without_marks_then_for_a_pa
     assert known == (action is not None) and parse_action(answer) == (action or parse_action(text))
 
 
-def test_what_a_chat_model_wrote_is_played(fake):
-    """No mark ends an action's own lines, and none is taken away from what the environment knows."""
-    for action in ("write\n---\nname: x\n---", "say *hello*.", "`x`"):
-        answer = read_answer(f"Action: {action}", functools.partial(operator.eq, action))
-        assert answer == (f"Action: {action}", True, True)
-    assert read_answer("Action: say *hello*.", lambda action: False) == ("Action: say *hello*.", False, True)
-    assert read_answer("", bool) == ("", False, False)
-
-
-def test_a_report_names_the_model_and_what_it_was_billed(fake, tmp_path):
-    played(fake, tmp_path, "--method", "greedy", "random", "-M", "2")
+def test_a_report_names_the_model_and_what_it_was_billed(fake):
+    played(fake, "--method", "greedy", "random", "-M", "2")
     reporting.main(["--run", "."])
-    text = (tmp_path / "report.md").read_text()
+    text = Path("report.md").read_text()
     assert "| first, greedy |" in text and "agent, greedy" not in text
     assert "| billed tokens |" in text and "| random candidate M=2 |" in text
 
 
-def test_episodes_of_a_split_and_a_budget_are_shown(fake, tmp_path, capsys):
+def test_episodes_of_a_split_and_a_budget_are_shown(fake, capsys):
     """Without an agent's checkpoint from the result files."""
-    played(fake, tmp_path, "--method", "random", "-M", "2", "3")
-    flags = ["--run", str(tmp_path), "--method", "random", "-M", "3"]
+    played(fake, "--method", "random", "-M", "2", "3")
+    flags = ["--run", ".", "--method", "random", "-M", "3"]
     show.main(flags)
     assert "\nrandom M=3: reward " in capsys.readouterr().out
     for more, name in (("-N 2", "test results of random M=3 N=2"), ("--split val", "val results of random M=3")):
@@ -322,9 +296,9 @@ UNCLEAR = 'answers have no action, or several lines "Action:"'
         ("Action: left", None, "Action: left", None),
     ],
 )
-def test_an_answer_that_is_not_as_it_should_be_is_played_and_told(fake, tmp_path, capsys, text, end, action, told):
+def test_an_answer_that_is_not_as_it_should_be_is_played_and_told(fake, capsys, text, end, action, told):
     fake.well = lambda body: chat_completion(text, end=end, read=sum(map(len, map(str, body["messages"]))))
-    first, second = played(fake, tmp_path, "--method", "greedy")
+    first, second = played(fake, "--method", "greedy")
     assert {step["action"] for step in first["steps"]} == {action}
     said = capsys.readouterr().err
     assert f"{first['n_steps'] + second['n_steps']} {told}" in said if told else "warning" not in said
@@ -333,7 +307,7 @@ def test_an_answer_that_is_not_as_it_should_be_is_played_and_told(fake, tmp_path
 @pytest.mark.parametrize(
     ("preset", "field", "value"), [("paper", "epochs", 2), ("tiny", "loss_on", "last")], ids=["backbone", "small agent"]
 )
-def test_a_qnet_learns_from_the_trees_of_a_chat_model_and_guides_it(fake, tmp_path, preset, field, value):
+def test_a_qnet_learns_from_the_trees_of_a_chat_model_and_guides_it(fake, preset, field, value):
     """The whole way of the page: a backbone needs no agent's checkpoint anywhere, and a run of the tiny model's presets
     starts from any tiny agent."""
     chat = word_chat(mark_matches=True)
@@ -343,27 +317,29 @@ def test_a_qnet_learns_from_the_trees_of_a_chat_model_and_guides_it(fake, tmp_pa
         chat.save(Path("start"))
     run = ["--run", "run"]
     chat_trees.main([*run, "--preset", preset, "--server", fake.url, "--limit", "3", "--rollouts", "4"])
-    roots = [node for node in read_jsonl(tmp_path / "run" / "trees.jsonl") if node["parent_id"] is None]
+    roots = [node for node in read_jsonl(Path("run/trees.jsonl")) if node["parent_id"] is None]
     assert [root["task_id"] for root in roots] == FakeEnv().task_ids("train")[:-4:-1]
-    usage = meta_of(tmp_path / "run" / "trees.jsonl")["usage"]
+    usage = meta_of(Path("run/trees.jsonl"))["usage"]
     assert usage["requests"] == len(fake.seen) - 1 <= usage["answers"]
     assert usage["generated"] == 6 * usage["answers"]
     bellman.main(run)
     train_qnet.main([*run, "--sft", "start"])
-    assert meta_of(tmp_path / "run" / "qnet")["recipe"][field] == value  # of qlass/presets
-    line = played(fake, tmp_path / "run", "--method", "qlass", "-M", "4")[0]
+    assert meta_of(Path("run/qnet"))["recipe"][field] == value  # of qlass/presets
+    line = played(fake, "--method", "qlass", "-M", "4", run="run")[0]
     assert any(len(step["candidates"]) == 2 for step in line["steps"])
 
 
-def test_trees_of_a_server_that_names_no_model_have_their_bill(fake, tmp_path):
+def test_trees_of_a_server_that_names_no_model_and_does_not_count_what_it_writes_have_their_bill(fake, capsys):
     well = fake.well
-    fake.well = lambda body: {name: value for name, value in well(body).items() if name != "model"}
+    fake.well = lambda body: {"choices": well(body)["choices"], "usage": {"prompt_tokens": len(str(body))}}
     url = fake.url.partition("#")[0]
     chat_trees.main(["--run", "run", "--server", url, "--model", "mine", "--limit", "1", "--rollouts", "2"])
-    assert meta_of(tmp_path / "run" / "trees.jsonl")["usage"]["answers"] > 0
+    usage = meta_of(Path("run/trees.jsonl"))["usage"]
+    assert usage["answers"] > 0 == usage["generated"]
+    assert f"{url}#mine does not count the tokens that it writes: they are 0" in capsys.readouterr().err
 
 
-def test_tokens_billed_for_trees_are_those_of_all_processes(fake, tmp_path, monkeypatch):
+def test_tokens_billed_for_trees_are_those_of_all_processes(fake, monkeypatch):
     """One has begun before the other asks for anything, and finishes last."""
     build = build_trees.build
 
@@ -380,4 +356,4 @@ def test_tokens_billed_for_trees_are_those_of_all_processes(fake, tmp_path, monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(build_trees, "build", build_after_the_other)
     main(1)
-    assert meta_of(tmp_path / "run/trees.jsonl")["usage"]["requests"] == len(fake.seen) - 2  # both ask for the name
+    assert meta_of(Path("run/trees.jsonl"))["usage"]["requests"] == len(fake.seen) - 2  # both ask for the name
