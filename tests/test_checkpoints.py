@@ -144,24 +144,18 @@ def test_a_tokenizer_is_read_as_its_own_file_says(tmp_path, name, kind):
     assert again.encode(text, add_special_tokens=False).ids == own
 
 
-def test_what_a_checkpoint_would_return_beside_its_logits_is_not_asked_for(tmp_path):
-    """Mixtral's router logits would stand before them, and attention would be refused after a training."""
-    save(tiny("mixtral"), tmp_path)
-    before = models.load_model(tmp_path, Sampling())[0](IDS).logits
+@pytest.mark.parametrize(("name", "plain"), [("mixtral", False), ("mixtral", True), ("rwkv", True)])
+def test_a_checkpoint_gives_its_logits_alone_and_keeps_its_weights(tmp_path, name, plain):
+    """Mixtral's router logits would stand before them, and attention would be refused after a training; RWKV would
+    divide the weights of later layers, in place."""
+    config = Sampling(plain=plain)
+    save(tiny(name), tmp_path)
+    before = models.load_model(tmp_path, config)[0](IDS).logits
     rewrite(tmp_path / "config.json", output_router_logits=True, output_attentions=True, return_dict=False)
-    for plain in (False, True):
-        model, chat = models.load_model(tmp_path, Sampling(plain=plain))
-        close(model(IDS).logits, before)
-    models.save(model, chat, tmp_path / "again", Sampling())
-
-
-def test_a_checkpoint_changes_no_weights_while_it_is_read(tmp_path):
-    """RWKV would divide those of later layers, in place."""
-    save(tiny("rwkv"), tmp_path)
-    model, chat = models.load_model(tmp_path, Sampling(plain=True))
-    before = model(IDS).logits
-    models.save(model, chat, tmp_path / "again", Sampling(plain=True))
-    close(models.load_model(tmp_path / "again", Sampling(plain=True))[0](IDS).logits, before)
+    model, chat = models.load_model(tmp_path, config)
+    close(model(IDS).logits, before)
+    models.save(model, chat, tmp_path / "again", config)
+    close(models.load_model(tmp_path / "again", config)[0](IDS).logits, before)
 
 
 def test_padding_by_a_plain_word_is_refused(tmp_path):
@@ -184,17 +178,6 @@ def test_a_bug_of_ours_keeps_its_traceback(copy, monkeypatch):
             patch.setattr(f"qlass.fast.parity.{place}", lambda *_: [1].undefined)
             with pytest.raises(AttributeError):
                 models.load_model(copy, Sampling())
-
-
-def test_code_that_comes_with_a_checkpoint_is_not_run(copy, tmp_path, monkeypatch):
-    """Nor after a yes to transformers' question."""
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    struck = tmp_path / "struck"
-    (copy / "evil.py").write_text(f"import os; os.mkdir({str(struck)!r})\nclass A:\n    pass\n")
-    maps = {name: "evil.A" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")}
-    rewrite(copy / "config.json", model_type="evil", auto_map=maps)
-    refused(copy, "custom code")
-    assert not struck.exists()
 
 
 def test_the_context_and_the_ends_of_a_turn_are_the_checkpoints(tmp_path):

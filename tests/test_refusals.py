@@ -53,6 +53,7 @@ def play(command: str, patch: pytest.MonkeyPatch) -> tuple[int, str]:
         patch.setenv(*variable.split("="))
     said, code = [], 0
     patch.setattr("tqdm.tqdm.write", lambda text, file: said.append(text + "\n"))
+    patch.setattr("builtins.input", lambda *_: "y")
     warn.cache_clear()
     hash_of.cache_clear()
     module = importlib.import_module({"reporting": "reporting.__main__", "experiments.qval": QVAL}.get(name, name))
