@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import FakeEnv, over, save_agent, tiny_backbone, word_chat
+from fakes import FakeEnv, over, save_agent, tiny_backbone, without_seconds, word_chat
 from hypothesis import settings
 
 import build_trees
@@ -89,6 +89,6 @@ def search(request, tmp_path, agent, value_net, fake_world):
         request.module.stage.main(
             over(["--env", "frozenlake", "--run", ".", "--preset", "paper", *named, "--limit", "3"], more)
         )
-        return [{k: v for k, v in line.items() if k != "seconds"} for line in read_jsonl(tmp_path / out)]
+        return without_seconds(tmp_path / out)
 
     return command

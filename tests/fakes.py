@@ -35,7 +35,8 @@ from build_trees import Explorer
 from qlass import settings
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering
-from qlass.messages import State, parse_action, react
+from qlass.files import read_jsonl
+from qlass.messages import State, parse_action, react, start
 from qlass.models import PROBE
 from qlass.trees import tree_records
 
@@ -120,6 +121,9 @@ class FakeEnv(envs.TextEnv):
 def best(node: Any, gamma: float = 1.0) -> float:
     """The best purse below, discounted by the steps to it."""
     return gamma * max(best(child, gamma) for child in node.values()) if isinstance(node, dict) else node
+
+
+FIRST = start(FakeEnv(), "train0")
 
 
 def explore(
@@ -367,6 +371,11 @@ def save_agent(folder: Path, seed: int = 0, options: Any = (), **rendering: Any)
 
 def dump(records: list[dict]) -> str:
     return "".join(json.dumps(r) + "\n" for r in records)
+
+
+def without_seconds(path: Path) -> list[dict]:
+    """The lines of a file but for their seconds."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read_jsonl(path)]
 
 
 def code_on(page: str, word: str) -> str:

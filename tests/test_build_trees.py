@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, dump, explore, path_of, run, say
+from fakes import FIRST, WORLD, FakeEnv, Script, dump, explore, path_of, run, say
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from qlass.trees import tree_records
 
 def shown(*actions: str) -> Demonstration:
     """A demonstration of these actions."""
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")))
+    state = FIRST
     for action in actions:
         state = state.extended(action, "hm")
     return Demonstration("train0", State(state.messages[:-1]), 1.0)

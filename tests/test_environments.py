@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from fakes import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -379,7 +380,7 @@ def test_restore_brings_its_task_and_the_luck_with_which_that_began(kind):
 def test_python_without_asserts_checks_nothing_and_says_so():
     """Gymnasium's checks are assert statements, as ours: python -O would pass every class."""
     command = [sys.executable, "-O", "-m", "environments", FLAG]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(check.__file__).parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: python -O (PYTHONOPTIMIZE) leaves out Gymnasium's checks and ours")
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import pydantic
 import pytest
 import torch
-from fakes import ROOT, FakeEnv, chat_tokenizer, code_on, dump, free_port, settings_of
+from fakes import FIRST, ROOT, FakeEnv, chat_tokenizer, code_on, dump, free_port, settings_of
 from transformers import AutoModel, GemmaConfig, HeliumConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import envs
@@ -45,17 +45,12 @@ def qnet(value_net):
     return scorer(QNet.from_pretrained(value_net))
 
 
-def played(qnet) -> tuple[State, list[float]]:
-    """An episode, and Q of its actions as a search asks for it."""
-    moves = list(replay(FakeEnv(), "test0", ["Action: right", "Action: right", "Action: left"]))
-    q = [qnet.score([Score(before.state, (after.action,))])[0][0] for before, after in pairwise(moves)]
-    return moves[-1].state, pytest.approx(q)
-
-
 def test_each_turn_has_the_value_that_a_search_sees(qnet):
-    state, expected = played(qnet)
+    moves = list(replay(FakeEnv(), "test0", ["Action: right", "Action: right", "Action: left"]))
+    expected = [qnet.score([Score(before.state, (after.action,))])[0][0] for before, after in pairwise(moves)]
+    state = moves[-1].state
     q, gains = turn_values(qnet, state.dump(), state.task)
-    assert q == expected and len(set(q)) == 3
+    assert q == pytest.approx(expected) and len(set(q)) == 3
     assert [sum(gains[: n + 1]) for n in range(3)] == pytest.approx(q)
     assert turn_values(qnet, state.dump()[:3], state.task) == ([], [])
     with pytest.raises(UserError, match="begin with an instruction and the agent's OK"):
@@ -101,7 +96,6 @@ SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.3, "p
 def test_vllm_reads_a_qnets_folder_and_gives_its_values(tmp_path, monkeypatch, kind):
     torch.manual_seed(0)
     chat = Chat(chat_tokenizer("chatml"), Rendering())  # which Qwen2's own class reads too
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "")
     net = QNet(AutoModel.from_config(kind(vocab_size=len(chat.tokenizer), **SIZES)), chat, hidden=8).eval()
     net.save_pretrained(tmp_path)
     port, env = free_port(), {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -115,8 +109,8 @@ def test_vllm_reads_a_qnets_folder_and_gives_its_values(tmp_path, monkeypatch, k
                 assert server.poll() is None
                 time.sleep(0.5)
             there = ServedQNet(f"http://127.0.0.1:{port}/v1#{tmp_path}", settings_of(q_search))
-            later = state.extended("Action: left", "you")
-            asked = [Score(s, ("Action: left", "Action: right")) for s in (state, later)]
+            later = FIRST.extended("Action: left", "you")
+            asked = [Score(s, ("Action: left", "Action: right")) for s in (FIRST, later)]
             for mine, local in zip(there.score(asked), net.score(asked), strict=True):
                 assert mine == pytest.approx(local, abs=1e-4)
         finally:

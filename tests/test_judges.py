@@ -4,11 +4,10 @@ import dataclasses
 import math
 import runpy
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import FakeEnv, Script, dump, node, over, run, settings_of, word_chat
+from fakes import FakeEnv, Script, code_on, dump, node, over, run, settings_of, word_chat
 
 import q_search
 from experiments import Call, judges
@@ -193,8 +192,7 @@ def test_the_table_is_of_the_split_and_waits_for_other_processes(bench, monkeypa
 
 
 def test_the_score_of_the_page_plays(bench, tmp_path):
-    page = (Path(judges.__file__).parents[1] / "docs" / "compare.md").read_text(encoding="utf-8")
-    (tmp_path / "overlap.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    (tmp_path / "overlap.py").write_text(code_on("compare.md", "def score("))
     assert {player for _, player, *_ in bench("--judge", "overlap.py:score")} == {"overlap.py:score"}
     score = runpy.run_path("overlap.py")["score"]
     assert score(State((), "find the purse"), ["Action: find purse", "Thought: hm Action: left"]) == [2, 0]

@@ -13,14 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
-from fakes import fork
+from fakes import ROOT, fork, without_seconds
 
 import q_search
 from qlass.files import meta_of, read_jsonl
 from qlass.trees import read_trees
 from reporting.results import protocol_of
 
-ROOT = Path(__file__).parents[1]
 STAGES = {"sft": "sft", "build_trees": "trees.jsonl", "bellman": "q_labels.jsonl", "train_qnet": "qnet",
           "q_search": "results.jsonl"}  # fmt: skip
 # Named as one's own environment, it has the preset of one, which takes seconds.
@@ -36,10 +35,6 @@ def python(command: str, cwd: Path = Path(), **more: str) -> str:
     assert process.returncode == 0, process.stderr
     assert not any(words in process.stderr for words in ("Traceback", "make it again"))
     return process.stdout
-
-
-def lines(path: Path) -> list[dict]:
-    return [{k: v for k, v in record.items() if k != "seconds"} for record in read_jsonl(path)]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +72,7 @@ def test_what_is_missing_is_made_and_is_the_same(lake, tmp_path, capsys):
     assert announced == [f"{path} is missing" for path in missing]
     for name in ("trees.jsonl", "q_labels.jsonl"):
         assert (again / name).read_bytes() == (lake / name).read_bytes()
-    assert lines(again / "results.jsonl") == lines(lake / "results.jsonl")
+    assert without_seconds(again / "results.jsonl") == without_seconds(lake / "results.jsonl")
 
 
 SHORT = {  # flags with which a run lasts seconds
@@ -112,7 +107,7 @@ def test_killed_stages_complete_the_same_files(tmp_path, monkeypatch):
         last.join(3600)
         assert last.exitcode == 0
         one, other = (folder / "run" / STAGES[stage] for folder in (whole, killed))
-        assert contents(one) == contents(other) if one.is_dir() else lines(one) == lines(other)
+        assert contents(one) == contents(other) if one.is_dir() else without_seconds(one) == without_seconds(other)
     assert {path.name for path in killed.glob("run/[!.]*")} == {path.name for path in whole.glob("run/[!.]*")}
 
 
@@ -129,7 +124,7 @@ def test_plain_needs_neither_the_fast_engine_nor_a_server(tmp_path):
         plain = "" if stage == "bellman" else "--plain"
         program += [f"import {stage}; {stage}.main('{LAKE} {flags} {plain}'.split())"]
     assert "missing" not in python(f'-c "{chr(10).join(program)}"', PYTHONPATH=str(ROOT))
-    assert len(lines(Path("runs/frozenlakeenv/results.jsonl"))) == 8
+    assert len(read_jsonl(Path("runs/frozenlakeenv/results.jsonl"))) == 8
 
 
 def test_the_first_command_works_in_a_fresh_clone(agent, tmp_path):

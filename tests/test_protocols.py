@@ -6,13 +6,13 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from fakes import SHARED, recorded
+from fakes import ROOT, SHARED, recorded
 
 import envs
 from environments import protocols
 from qlass import UserError
 
-FILES = Path(__file__).parents[1] / "data/protocols"
+FILES = ROOT / "data/protocols"
 ORIGINALS = [name for name in protocols.PROTOCOLS if name.startswith("alfworld") and "bundled" not in name]
 
 
@@ -46,7 +46,7 @@ def test_a_file_of_alfworlds_games_is_what_its_command_writes(name, tmp_path):
 
 @recorded
 def test_the_page_has_the_hash_of_etos_goals():
-    page = (FILES.parents[1] / "docs/protocols.md").read_text()
+    page = (ROOT / "docs/protocols.md").read_text()
     assert f"`{protocols.digest(json.loads((SHARED / 'test_indices.json').read_text()))}`" in page
 
 

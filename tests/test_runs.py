@@ -13,12 +13,12 @@ from pathlib import Path
 from string import Template
 
 import pytest
+from fakes import ROOT
 
 import q_search
 from environments import environment_class
 from qlass import settings
 
-ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path.name for path in (ROOT / "runs").glob("*.sh") if path.name != "common.sh")
 VARIANTS = {  # arguments with which a script takes another path
     "paper.sh": ["table3", "table4", "fig4", "release", "gpu_check"],  # the environments: see below

@@ -17,7 +17,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import FakeServer, FastLoop, completion, save_agent, settings_of, tiny_backbone, tiny_lm, word_chat
+from fakes import (
+    FIRST,
+    FakeServer,
+    FastLoop,
+    completion,
+    save_agent,
+    settings_of,
+    tiny_backbone,
+    tiny_lm,
+    without_seconds,
+    word_chat,
+)
 
 import q_search
 from integrations import servers
@@ -26,22 +37,20 @@ from integrations.servers import Server
 from qlass import UserError
 from qlass.agent import load_agent
 from qlass.batching import LogProb, Sample, Score, drive
-from qlass.files import meta_of, meta_path, read_jsonl, write_json
+from qlass.files import meta_of, meta_path, write_json
 from qlass.inputs import sha256
-from qlass.messages import State
 from qlass.policy import QUESTION, Policy
 from qlass.settings import Sampling
 from train_qnet import QNet
 
 CHAT = word_chat(temperature=0.8)
-STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
-LENGTH = len(CHAT.prompt(STATE))
+LENGTH = len(CHAT.prompt(FIRST))
 AWAY = "http://127.0.0.1:9/v1#m"
 NET = QNet(tiny_backbone(CHAT), CHAT, hidden=8).eval()
 
 
 def request(n: int = 1, key: tuple = ("t", 0)) -> Sample:
-    return Sample(STATE, n, key, 0.8)
+    return Sample(FIRST, n, key, 0.8)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +113,7 @@ def test_a_candidate_is_one_completion_of_token_ids(fake, sft):
         assert f"Action: left {body.pop('seed')}" in first
         assert body == {
             "model": "first",
-            "prompt": CHAT.prompt(STATE),
+            "prompt": CHAT.prompt(FIRST),
             "max_tokens": CHAT.rendering.max_new_tokens,
             "temperature": 0.8,
             "stop": [],
@@ -133,7 +142,7 @@ def test_an_action_ends_where_a_stop_text_stands_and_flags_reach_the_server(fake
 
 def test_the_log_probability_of_a_text_is_the_local_agents(fake, sft):
     local, policy = Policy(fake.model, CHAT), agent_on(fake, sft)
-    asked = [LogProb(STATE, ("Action: left", "Action: right")), LogProb(STATE, ("Action: walk",))]
+    asked = [LogProb(FIRST, ("Action: left", "Action: right")), LogProb(FIRST, ("Action: walk",))]
     for mine, theirs in zip(policy.likelihoods(asked), local.likelihoods(asked), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
 
@@ -289,7 +298,7 @@ def test_a_player_waits_for_no_other(fake, sft):
         drawn = []
         for step in range(3):
             (candidate,) = await request(1, (player, step))
-            await Score(STATE, (candidate.text,))
+            await Score(FIRST, (candidate.text,))
             drawn.append(candidate.text)
         return drawn
 
@@ -351,7 +360,7 @@ def test_a_server_that_tells_no_log_probabilities_writes_and_is_no_judge(fake, s
     assert texts(policy, request())
     fake.script += [silent]
     with pytest.raises(UserError, match="tells no log-probabilities of a prompt"):
-        policy.likelihoods([LogProb(STATE, ("Action: left",))])
+        policy.likelihoods([LogProb(FIRST, ("Action: left",))])
 
 
 # ------------------------------------------------------------------------------------------------------- a served QNet
@@ -360,7 +369,7 @@ def test_a_server_that_tells_no_log_probabilities_writes_and_is_no_judge(fake, s
 def test_a_served_qnet_gives_the_local_values_and_no_others(fake, qnet):
     served = ServedQNet(f"{fake.address}#{qnet}", Sampling())
     fake.seen.clear()
-    siblings = Score(STATE, ("Action: left", "Action: right"))
+    siblings = Score(FIRST, ("Action: left", "Action: right"))
     assert served.score([siblings])[0] == pytest.approx(NET.score([siblings])[0], abs=1e-5)
     assert len(fake.seen) == 1  # siblings are one call
 
@@ -385,7 +394,7 @@ def test_a_search_by_a_served_qnet_is_the_local_one(fake, qnet, sft, fake_world,
     def search(qnet: object, out: str) -> list[dict]:
         flags = ["--run", ".", "--preset", "paper", "--sft", str(sft), "--out", out]
         q_search.main([*flags, "--limit", "3", "--skip", "0", "--qnet", str(qnet)])
-        return [line | {"seconds": 0} for line in read_jsonl(tmp_path / out)]
+        return without_seconds(tmp_path / out)
 
     mark = NET.score([QUESTION])[0]
     write_json(meta_path(qnet), {"fingerprint": mark, "recipe": {}, "inputs": {}})

@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
+from fakes import without_seconds
 
 from experiments import compare, judges, tree_search
 from experiments.qval import __main__ as qval
-from qlass.files import read_jsonl
 from qlass.outputs import Output
 
 LAKE = ["--env", "frozenlake", "--env-option", "map=random4", "--preset", "paper"]
@@ -19,10 +19,7 @@ COMMANDS = {
 
 
 def lines_of(folder):
-    return {
-        path.name: [{name: value for name, value in line.items() if name != "seconds"} for line in read_jsonl(path)]
-        for path in folder.rglob("*.jsonl")
-    }
+    return {path.name: without_seconds(path) for path in folder.rglob("*.jsonl")}
 
 
 @pytest.mark.parametrize("experiment", COMMANDS, ids=lambda module: module.__name__.rpartition(".")[2])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import ACTIONS, chat_tokenizer, log_pi, tiny, tiny_lm, word_chat
+from fakes import ACTIONS, FIRST, chat_tokenizer, log_pi, tiny, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,7 +42,6 @@ def step(state: State, *path: str) -> State:
     return state.extended(react("hm", path[-1]), " ".join(("Observation: you stand at start", *path)))
 
 
-FIRST = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
 LEFT, RIGHT = step(FIRST, "left"), step(FIRST, "right")
 STATES = [FIRST, FIRST.extended("Thought: find", "Observation: nothing happens"), LEFT, RIGHT,
           step(LEFT, "left", "right"), step(RIGHT, "right", "right")]  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import (
+    FIRST,
     WORLD,
     FakeEnv,
     Script,
@@ -180,16 +181,13 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
     assert_close(gradients(model, packed), gradients(model, plain), atol=2e-5, rtol=1e-3)
 
 
-STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
-
-
 @pytest.mark.parametrize(("limit", "valid"), [(4, ()), (200, ()), (200, ("Action: left", "Action: right", "hm"))])
 def test_probabilities_are_those_of_the_tokens_that_were_sampled(limit, valid):
     """Free text cut short lacks the token that ends the turn, and special tokens are not in its text."""
     chat = word_chat(max_new_tokens=limit)
     model = tiny_lm(chat, initializer_range=0.05)
-    (drawn,) = FastPolicy(model, chat).sample([Sample(STATE, 20, ("k",), 1.0, valid)])
-    (p,) = pack_decisions(chat, [Decision(STATE, c.text, valid, c.ids) for c in drawn], 10**6)
+    (drawn,) = FastPolicy(model, chat).sample([Sample(FIRST, 20, ("k",), 1.0, valid)])
+    (p,) = pack_decisions(chat, [Decision(FIRST, c.text, valid, c.ids) for c in drawn], 10**6)
     logp, _ = p.logprobs(model)
     total = torch.zeros(20).index_add(0, torch.tensor(p.owner), logp)
     np.testing.assert_allclose(total.tolist(), [c.logprob for c in drawn], rtol=1e-4)
