@@ -169,27 +169,19 @@ def test_a_session_trains_unless_a_request_asks_for_another_split_and_draws_by_i
     assert tasks[0] == tasks[1] and len(set(tasks[0])) > 1
 
 
-def test_a_reset_of_another_request_ends_no_episode(sessions):
-    env = Switches()
-    env.side_by_side = 1
-    begin = sessions(env)
-    first, other = begin(), begin()
-    first.reset(task_id="red")
-    with pytest.raises(UserError, match="1 episodes are open"):
-        other.reset()
-    first.close()
-    assert other.reset(task_id="red").text.startswith("Task: switch on red")
-
-
-def test_a_session_whose_first_reset_failed_has_a_state_and_no_episode(sessions):
+def test_a_session_whose_reset_fails_has_a_state_and_no_episode_and_ends_no_others(sessions):
     env = Switches()
     env.side_by_side = 1
     begin = sessions(env)
     first, other = begin(), begin()
     with pytest.raises(UserError):
-        first.reset(snapshot="none")
-    assert first.state.task_id is None
-    other.reset(task_id="red")
+        other.reset(snapshot="none")
+    assert other.state.task_id is None
+    first.reset(task_id="red")
+    with pytest.raises(UserError, match="1 episodes are open"):
+        other.reset()
+    first.close()
+    assert other.reset(task_id="red").text.startswith("Task: switch on red")
 
 
 def test_a_session_goes_to_another_ones_snapshot_until_that_one_closes(sessions):
