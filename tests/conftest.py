@@ -19,12 +19,10 @@ from train_qnet import QNet
 torch.set_num_threads(1)
 settings.register_profile("same everywhere", derandomize=True, deadline=None)  # a shared machine has slow moments
 settings.load_profile("same everywhere")
-os.environ.pop("ALFWORLD_DATA", None)  # the bundled games
-for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # of a hook that runs the tests
+# The games are the bundled ones, git is not that of a hook that runs the tests, and the fake servers are here.
+for name in ["ALFWORLD_DATA", "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY"]:
     os.environ.pop(name, None)
-for name in ("all_proxy", "http_proxy", "https_proxy"):  # the fake servers are here
-    os.environ.pop(name, None)
-    os.environ.pop(name.upper(), None)
+    os.environ.pop(name.lower(), None)
 os.environ |= {"MPLBACKEND": "agg", "COLUMNS": "80"}
 
 
@@ -40,8 +38,8 @@ def folder(tmp_path, monkeypatch):
 def fake_world(monkeypatch):
     """The scripts play the fake world, whatever --env says."""
 
-    def from_config(config, **options):
-        env = FakeEnv(**options)
+    def from_config(config):
+        env = FakeEnv()
         env.settings = {"env": config.env, "env_option": [], "env_files": {}, "env_version": env.version}
         return env
 

@@ -463,8 +463,6 @@ class FakeServer:
     pause: seconds that each request takes. most: requests at once.
     """
 
-    port = 0  # any
-
     def __init__(self, model: Any = None, qnet: Any = None, text: str = "Action: left {seed}") -> None:
         self.model, self.qnet, self.text = model, qnet, text
         self.script: list[Any] = []
@@ -476,7 +474,7 @@ class FakeServer:
     def __enter__(self) -> FakeServer:
         handler = type("Fake", (Handler,), {"fake": self})
         kind = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 128})  # of 5 it resets others
-        self.server = kind(("127.0.0.1", self.port), handler)
+        self.server = kind(("127.0.0.1", 0), handler)
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         self.address = f"http://127.0.0.1:{self.server.server_port}/v1"
         self.url = f"{self.address}#first"

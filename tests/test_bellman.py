@@ -14,8 +14,8 @@ from experiments import targets
 from qlass.files import meta_of, read_jsonl
 
 
-def values(tree, target, gamma=0.9):
-    labelled = bellman.label(tree, targets.TARGETS[target](tree, gamma))
+def values(tree, target):
+    labelled = bellman.label(tree, targets.TARGETS[target](tree, 0.9))
     return {n["node_id"]: (n["q_raw"], n["q"]) for n in labelled}
 
 

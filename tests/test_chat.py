@@ -74,10 +74,10 @@ def test_marks_come_off_again(text, task):
     assert MARKING.action_in(mark(text, task)) == text.strip()
 
 
-def chat_of(template: str, **rendering: object) -> Chat:
+def chat_of(template: str) -> Chat:
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = template
-    return Chat(tokenizer, Rendering(**rendering))
+    return Chat(tokenizer, Rendering())
 
 
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you see a door"))).extended(

@@ -38,9 +38,9 @@ def flags(*words: str) -> Stage:
     return read_settings(Stage, "A stage.", words)
 
 
-def begin(path: Path, *words: str, **inputs: Path | None) -> Output:
+def begin(path: Path, *words: str) -> Output:
     config = flags("--run", str(path.parent), *words)
-    return Output(path, config, config.recipe(), inputs, itemgetter("task_id"))
+    return Output(path, config, config.recipe(), {}, itemgetter("task_id"))
 
 
 def group(task: str) -> list[dict]:
@@ -55,10 +55,10 @@ def process(rank: int | str, width: int | str):
     return mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(width))
 
 
-def grow(path: Path, *words, share: tuple = ALONE, stop: int | None = None, tasks: list = TASKS, **inputs) -> list[str]:
+def grow(path: Path, *words, share: tuple = ALONE, stop: int | None = None, tasks: list = TASKS) -> list[str]:
     """What a stage does, by process RANK of WORLD_SIZE, stopped in front of a group. Returns the tasks it did."""
     with process(*share):
-        out = begin(path, *words, **inputs)
+        out = begin(path, *words)
         todo = out.todo(tasks)[::-1][:stop]  # as they come, the last one first
         out.write(map(group, todo), "groups", len(todo))
         if stop is None:

@@ -15,9 +15,9 @@ gymnasium.register("Own-v0", "envs:make", kwargs={"name": "docs.switches:Switche
 IDS = ["envs:qlass/FrozenLake-v0", "envs:qlass/WebShop-v0", "envs:qlass/ALFWorld-v0", "Own-v0"]
 
 
-def sequence(env, seed, n=6):
-    """The tasks of n episodes after a seed."""
-    return [env.reset(seed=seed if i == 0 else None)[1]["task_id"] for i in range(n)]
+def sequence(env, seed):
+    """The tasks of six episodes after a seed."""
+    return [env.reset(seed=seed if i == 0 else None)[1]["task_id"] for i in range(6)]
 
 
 @pytest.mark.parametrize("name", IDS)
