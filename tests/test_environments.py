@@ -361,19 +361,16 @@ class ByReset(Replayed):
 @pytest.mark.parametrize("kind", [Wanted, Dice, Drawn, Replayed, ByReset])
 def test_restore_brings_its_task_and_the_luck_with_which_that_began(kind):
     env = kind()
-    other = env.task_ids("test")[0]
     for task in env.task_ids("train")[:5]:
         env.reset(options={"task_id": task})
         env.step("throw")
         here, info = env.snapshot(), env.info()
         way = [env.step("throw")[:4] for _ in range(3)]
-        for n in range(4):
-            if n % 2:  # from another task, or from the task under another luck
-                env.reset(seed=[None, 1][n // 2], options={"task_id": [other, task][n // 2]})
-            env.restore(here)
-            assert (env.info(), env.steps) == (info, 1)
-            env.restore(env.snapshot())
-            assert [env.step("throw")[:4] for _ in range(3)] == way
+        env.reset(seed=1, options={"task_id": task})  # under another luck
+        env.restore(here)
+        assert (env.info(), env.steps) == (info, 1)
+        env.restore(env.snapshot())
+        assert [env.step("throw")[:4] for _ in range(3)] == way
     check.check(kind())
 
 
