@@ -19,21 +19,13 @@ def values(tree, target):
     return {n["node_id"]: (n["q_raw"], n["q"]) for n in labelled}
 
 
-def test_the_root_counts_in_the_min_max():
-    """In a tree of one branch it is the least: without it all values were equal."""
-    branch = [
-        node(0, None, nodes=2, messages=[{"role": "user", "content": "go"}]),
-        node(1, 0, 1.0, branch=1, done=True),
-    ]
-    assert values(branch, "q") == {0: (0.9, 0.0), 1: (1.0, 1.0)}
-
-
 @pytest.mark.parametrize(("target", "raw"), [
     # Q(2) = 1, Q(3) = .5, Q(1) = .9 max(1, .5), Q(4) = .2, Q(0) = .9 max(.9, .2)
     ("q", {0: 0.81, 1: 0.9, 2: 1.0, 3: 0.5, 4: 0.2}),
     ("avg", {0: 1.7 / 3, 1: 0.75, 2: 1.0, 3: 0.5, 4: 0.2}),
     ("td", {0: 0.9 * (0.675 + 0.2) / 2, 1: 0.9 * (1 + 0.5) / 2, 2: 1.0, 3: 0.5, 4: 0.2}),
-    ("mc", {0: 0.0, 1: 0.9, 2: 1.0, 3: 0.5, 4: 0.2}),  # the first branch made node 1, and none the root
+    # The first branch made node 1, and none the root, which counts in the min-max as the least.
+    ("mc", {0: 0.0, 1: 0.9, 2: 1.0, 3: 0.5, 4: 0.2}),
     ("reward", {0: 0.2, 1: 1.0, 2: 1.0, 3: 0.5, 4: 0.2}),  # the root, of no branch, does not set the scale
 ])  # fmt: skip
 def test_values_by_hand(target, raw):
