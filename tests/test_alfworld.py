@@ -284,17 +284,11 @@ def test_published_demonstrations_name_their_games_and_their_words_become_the_ga
     assert tuple(map(env.in_own_words, older)) == newer == tuple(map(env.in_own_words, newer))
 
 
-def test_a_published_instruction_names_the_actions_of_these_games(tmp_path):
-    file = tmp_path / "instruction.txt"
-    file.write_text("3. put {obj} in/on {recep}")
-    assert envs.make("alfworld", instruction=str(file)).instruction == "3. move {obj} to {recep}"
-
-
-def test_put_in_an_instruction_of_ones_own_is_the_word_alone(env):
-    env = env.fork()
-    env.reset(options={"task_id": env.task_ids("train")[0]})
-    env.instruct("OUTPUT of PUT")
-    assert env.instruction == "OUTPUT of move {obj} to {recep}"
+def test_an_instruction_of_ones_own_names_the_actions_of_these_games():
+    """By the word PUT, or as a published one does."""
+    Path("instruction.txt").write_text("OUTPUT of PUT, put {obj} in/on {recep}")
+    env = envs.make("alfworld", instruction="instruction.txt")
+    assert env.instruction == "OUTPUT of move {obj} to {recep}, move {obj} to {recep}"
 
 
 def test_no_training_games_are_refused():
