@@ -6,7 +6,6 @@ import warnings
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode
 
 import envs
 from qlass import UserError
@@ -38,21 +37,17 @@ def test_a_split_that_make_names_holds_and_seeds_begin_a_sequence_of_tasks(name)
         gymnasium.make(name, split="nowhere").reset()
 
 
-@pytest.mark.parametrize("autoreset", AutoresetMode)
-def test_environments_side_by_side_play_their_split_through_every_autoreset(autoreset):
+def test_environments_side_by_side_play_their_split_through_autoreset():
     name = IDS[0]
-    options = {"autoreset_mode": autoreset, "shared_memory": False}  # in which texts of any letters do not fit
+    options = {"shared_memory": False}  # in which texts of any letters do not fit
     both = gymnasium.make_vec(name, 2, split="test", max_steps=2, vectorization_mode="async", vector_kwargs=options)
     _, info = both.reset(seed=7)
     tasks = [info["task_id"]]
     for _ in range(5):
         both.step(["sing", "sing"])
-        texts, _, _, truncated, info = both.step(["sing", "sing"])
+        truncated = both.step(["sing", "sing"])[3]
         assert truncated.all()
-        if autoreset == AutoresetMode.NEXT_STEP:
-            texts, *_, info = both.step(["sing", "sing"])
-        elif autoreset == AutoresetMode.DISABLED:
-            texts, info = both.reset(options={"reset_mask": np.array([True, True])})
+        texts, *_, info = both.step(["sing", "sing"])  # which begins the next task
         tasks.append(info["task_id"])
         assert all(type(text) is str and text for text in texts)
     both.close()
