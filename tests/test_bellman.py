@@ -43,7 +43,8 @@ def test_values_by_hand(target, raw):
     assert targets.reward(cut, 0.9) == [0.0, 0.0, 0.0, 0.6]
     assert targets.mc(cut, 0.9) == [0.0, 0.0, 0.0, 0.6]
     cut[1]["branch"] = 3  # the agent's own, which ended there
-    assert (targets.reward(cut, 0.9), targets.mc(cut, 0.9)) == ([0.0, 0.3, 0.0, 0.6], [0.0, 0.3, 0.0, 0.6])
+    assert targets.reward(cut, 0.9) == [0.0, 0.3, 0.0, 0.6]
+    assert targets.mc(cut, 0.9) == [0.0, 0.3, 0.0, 0.6]
     on_the_way = [node(0, None), node(1, 0, 0.3), node(2, 1, 1.0, done=True)]  # counts once and undiscounted
     assert bellman.q_values(on_the_way, 0.5) == pytest.approx([0.4, 0.8, 1.0])
     assert values([node(0, None, 0.7)], target)[0][1] == 0.0  # a root alone
