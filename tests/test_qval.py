@@ -13,7 +13,7 @@ from fakes import FakeEnv, Script, explore, over, say, settings_of
 import envs
 from experiments import Call, answer, judges
 from experiments.qval import __main__ as qval
-from experiments.qval import metrics, report
+from experiments.qval import metrics
 from experiments.qval.points import Point, digest, labelled, trajectory
 from experiments.qval.scorers import Context, Decision, entries
 from qlass import UserError
@@ -241,10 +241,3 @@ def test_a_study_with_a_checkpoint_as_judge(study, agent):
     rows = study("--judge", str(agent), "--judge-tokens", "4", "--scorers", *names).loc["exact"]
     assert {*rows.index} == {"random", *names}
     assert rows["coverage"][["direct", "verifier"]].tolist() == [0, 1]  # random weights write nonsense
-
-
-def test_a_judge_plays_a_task_once_in_the_results_of_a_study():
-    line = {"task_id": "a", "env": "lake", "method": "judge", "player": "vote", "reward": 1, "tokens": {}}
-    write_jsonl(Path("results.jsonl"), [line, line | {"M": 6}])
-    with pytest.raises(UserError, match="a judge plays a task twice"):
-        report.rewards_of(Path("results.jsonl"), "lake")

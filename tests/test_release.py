@@ -154,14 +154,6 @@ def test_a_stopped_conversion_leaves_nothing_that_would_be_refused(monkeypatch):
     qlass_release.main(argv)
 
 
-def test_a_method_that_a_file_lacks_has_no_figures():
-    line = {"env": "alfworld", "task_id": "a", "reward": 1.0, "success": True, "tokens": {}, "block": "a"}
-    for n, methods in enumerate((["sample", "qlass"], ["qlass"])):
-        Path(f"results-{n}.jsonl").write_text(dump([line | {"method": method} for method in methods]))
-    with pytest.raises(UserError, match=r"^results-1\.jsonl: has no sample, which another file has$"):
-        qlass_evaluation.main(["results-0.jsonl", "results-1.jsonl"])
-
-
 def test_figures_of_three_episodes(capsys):
     wins = {"a/1": "101", "a/2": "011", "b/1": "010", "c/1": "000"}  # in three episodes
     for episode in range(3):

@@ -11,7 +11,7 @@ from fakes import FakeEnv, dump
 import build_trees
 import q_search
 import sft
-from environments.replay import FIRST, Turn, play_again, refuse_openings, replay_demonstrations
+from environments.replay import FIRST, Turn, play_again, replay_demonstrations
 from qlass import UserError, demonstrations
 from qlass.demonstrations import Demonstration, demonstrate, read
 from qlass.messages import State, parse_action, replay
@@ -132,67 +132,24 @@ def test_an_agent_none_of_whose_actions_is_known_is_warned_of_after_its_first_tw
 # ------------------------------------------------------------------------------------------------------ demonstrations
 
 
-def opening(*messages: str, task: str | None = None) -> Demonstration:
-    number = demonstrations.opening_of([{"content": text} for text in messages])
-    turns = zip(("user", "assistant") * 2, messages, strict=False)
-    return Demonstration(task, State(tuple(turns), "", number))
-
-
-AGREED = ("OK", "you stand", "Action: left")
-WHOLE, LONG = "walkyou stand at start", "walk " * 50 + "on"
-
-
-@pytest.mark.parametrize(
-    ("expert", "says"),
-    [
-        (
-            [opening("walk", *AGREED), opening("find the purse", *AGREED)],
-            "2 begins with 'find",
-        ),  # it holds the goal
-        ([opening("walk", *AGREED), opening("walk", "I see.", *AGREED[1:])], "2 begins with '.*I see"),
-        ([opening("walk", *AGREED), opening(WHOLE, "Action: left", task="train1")], "2 begins with 'walkyou"),
-        # a blank behind two hundred equal letters is seen
-        ([opening(LONG, *AGREED), opening(f"{LONG} ", *AGREED)], r"2 begins with '.* \\nOK' in place of '.*on\\nOK'"),
-        ([opening("walk", "Sure.", "you stand", "left", task="train0")], "1 begins"),  # no action, and no agreement
-        ([opening(WHOLE, "left")], "1 begins"),  # of whatever task
-    ],
-)
-def test_all_demonstrations_begin_alike(expert, says):
-    """Else an agent would be asked in other words than it was cloned in."""
-    with pytest.raises(UserError, match=f"demonstration {says}.*: all must begin .*the goal stands after them"):
-        refuse_openings(expert, FakeEnv())
-    refuse_openings(expert[:-1] or [opening("walk", *AGREED)], FakeEnv())
-
-
-def shown(*actions: str, task: str = "train0", reward: float | None = None, whole: bool = False) -> Demonstration:
-    """A demonstration of the fake world as it is. whole: without an agreement."""
+def shown(agreement: str) -> Demonstration:
+    """A demonstration of the fake world as it is."""
     env = FakeEnv()
-    env.agreement = "" if whole else "OK"
-    *_, end = replay(env, task, [f"Action: {action}" for action in actions])
-    return Demonstration(task, end.state.prefix(-1), reward)
+    env.agreement = agreement
+    *_, end = replay(env, "train0", ["Action: right"] * 3)
+    return Demonstration("train0", end.state.prefix(-1), 1.0)
 
 
-def with_page(demonstration: Demonstration, number: int, page: str) -> Demonstration:
-    messages = list(demonstration.state.messages)
-    messages[number] = ("user", page)
-    return dataclasses.replace(demonstration, state=dataclasses.replace(demonstration.state, messages=tuple(messages)))
-
-
-RIGHT = shown("right", "right", "right", reward=1.0)
-
-
-def told_of(capsys, *expert: Demonstration, tasks: tuple = ("train0", "train1")) -> list[str]:
-    demonstrations.warn.cache_clear()
-    replay_demonstrations(expert, FakeEnv(), tasks)
-    return capsys.readouterr().err.splitlines()
+RIGHT = shown("OK")
 
 
 def test_what_is_as_recorded_is_not_told(capsys):
     good = [dataclasses.replace(RIGHT, reward=reward) for reward in (1.0, 0.999, None)]
-    whole = shown("right", "right", "right", reward=1.0, whole=True)
-    other_split = dataclasses.replace(with_page(RIGHT, 2, "elsewhere"), task_id="test0")
-    assert told_of(capsys, *good, whole, other_split, tasks=("train0", "test0", None)) == []
-    assert told_of(capsys, with_page(RIGHT, 2, "elsewhere"), tasks=()) == []
+    elsewhere = State((*RIGHT.state.messages[:2], ("user", "elsewhere"), ("assistant", "Action: sing")), "", 2)
+    expert = [*good, shown(""), Demonstration("test0", elsewhere)]
+    replay_demonstrations(expert, FakeEnv(), ["train0", "test0", None])
+    replay_demonstrations([Demonstration("train0", elsewhere)], FakeEnv(), [])
+    assert capsys.readouterr().err == ""
 
 
 def test_a_demonstration_is_not_played_out_of_memory(monkeypatch):
@@ -202,48 +159,10 @@ def test_a_demonstration_is_not_played_out_of_memory(monkeypatch):
     assert forgot == [("train0", 0)] * 2
 
 
-def test_other_pages_another_reward_and_unknown_actions_are_told_apart(capsys):
-    """Each kind with its count and its first example."""
-    way = "demonstrations that were played (python -m reporting.demonstration). The first: task"
-    sits, stripped = with_page(RIGHT, 2, "you sit at start"), with_page(RIGHT, 4, "you stand at start right")
-    assert told_of(capsys, RIGHT, sits, stripped) == [
-        f"warning: other pages than recorded in 2 of 3 {way} train0: 'you stand at start' in place of"
-        " 'you sit at start'"
-    ]
-    poor, unread = shown("right", reward=1.0, task="train1"), shown("**Action:**right", "sing", reward=1.0)
-    assert told_of(capsys, RIGHT, poor, unread, unread) == [
-        f"warning: another reward than recorded in 1 of 4 {way} train1: 0 in place of 1",
-        f"warning: no action that fake knows in 2 of 4 {way} train0: '**Action:**right'",
-    ]
-    (line,) = told_of(capsys, poor, RIGHT, RIGHT, tasks=["train1"])
-    assert "another reward than recorded in 1 of 1 " in line
-    too_long = dataclasses.replace(RIGHT, state=RIGHT.state.extended("Action: right", "").extended("Action: right", ""))
-    (line,) = told_of(capsys, dataclasses.replace(too_long, state=too_long.state.prefix(-1)))
-    assert "other pages than recorded" in line and "[the end]" in line
-
-
-def test_an_expert_of_whose_demonstrations_none_earns_anything_is_refused(capsys):
-    failed = [shown("left", "left", reward=reward) for reward in (0.0, 1.0, None)]
-    for expert, tasks in ((failed, ["train0"]), (failed[:1], [])):  # as played, or as recorded
-        with pytest.raises(UserError, match=f"none of {len(expert)} demonstrations earns anything"):
-            replay_demonstrations(expert, FakeEnv(), tasks)
-    told_of(capsys, *failed, RIGHT)
-    told_of(capsys, *failed, tasks=())  # two of them say another reward, or none
-
-
-def test_stage_1_and_2_refuse_an_expert_that_earns_nothing(build, monkeypatch):
-    failed = [demonstrate(FakeEnv(), f"train{i}") for i in range(3)]
-    Path("mine.jsonl").write_text(dump([line | {"reward": 0.0, "env": "frozenlake"} for line in failed]))
+def test_an_environments_own_expert_that_earns_nothing_is_refused(fake_world, monkeypatch):
     monkeypatch.setattr(FakeEnv, "act", lambda env, action: ("nothing happens", 0.0, env.steps == 2))
-    clone, own = ["--env", "frozenlake", "--n-expert", "3"], ["--expert", "mine.jsonl"]
-    for stage_1_or_2 in (
-        lambda: sft.main([*clone, "--run", "a", *own]),
-        lambda: sft.main([*clone, "--run", "b"]),  # the environment's
-        lambda: build("--tasks", "cloned", *own),
-    ):
-        with pytest.raises(UserError, match=r"none of . demonstrations earns anything"):
-            stage_1_or_2()
-    build("--tasks", "cloned", *own, "--no-expert")
+    with pytest.raises(UserError, match="none of 3 demonstrations earns anything"):
+        sft.main(["--n-expert", "3"])
 
 
 def test_an_expert_without_a_way_is_told_with_its_task():

@@ -13,7 +13,6 @@ import pytest
 from fakes import FakeEnv, code_on, dump
 
 import reporting.__main__ as report
-from qlass import UserError
 from qlass.demonstrations import demonstrate
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
@@ -386,11 +385,3 @@ def test_a_demonstration_is_shown_and_replayed(record, says, not_said, fake_worl
     writes = [line.removeprefix("writes | ") for line in shown.splitlines() if line.startswith("writes | ")]
     actions = len(record["messages"]) // 2 - 1
     assert len(writes) == 2 * actions and writes[-1].endswith(": right<end>")  # a thought and an action each
-
-
-def test_a_demonstration_is_cut_where_the_settings_of_the_run_cut_it(fake_world):
-    write(Path("expert.jsonl"), [GOOD])
-    preset = (PRESETS / "tiny" / "frozenlake.toml").read_text(encoding="utf-8")
-    Path("settings.toml").write_text(preset.replace("max_tokens = 4096", "max_tokens = 8", 1), encoding="utf-8")
-    with pytest.raises(UserError, match="first action"):
-        demonstration.main(["--run", ".", "--expert", "expert.jsonl"])

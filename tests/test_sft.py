@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import FakeEnv, chat_tokenizer, over, settings_of, tiny_lm, word_chat
-from tokenizers import AddedToken, normalizers
+from fakes import FakeEnv, over, settings_of, tiny_lm, word_chat
 
 import q_search
 import sft
 from experiments import clone_answers
-from qlass import UserError, demonstrations
+from qlass import demonstrations
 from qlass.agent import load_agent
 from qlass.chat import Chat, Rendering
 from qlass.demonstrations import Demonstration, demonstrations_of, read
@@ -211,40 +210,7 @@ def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, cap
     assert "sft: 6 trajectories" in capsys.readouterr().out
     assert meta_of(tmp_path / "two")["tasks"] == ["train0", "train1"]
     clone("--n-expert", "2", "--overwrite", out="two")
-    assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == FakeEnv().task_ids("train")
-
-
-def test_a_refused_command_adds_no_demonstrations(clone, tmp_path):
-    clone("--n-expert", "2")
-    with pytest.raises(UserError, match="begun with n_expert 2, not 4"):
-        clone("--n-expert", "4")
-    assert len(list(read_jsonl(tmp_path / "expert.jsonl"))) == 2
-
-
-CHANGED = [  # a tokenizer's normalizers, an answer, what comes back
-    ([], "Action: b\nTask: more", "'Action: b':"),  # a stop text
-    ([], "Action:  go", "'Action:go'"),  # a token that takes the blanks before it
-    ([normalizers.NFKC()], "Action: b ½", "'Action: b 1⁄2'"),
-    ([normalizers.NFD(), normalizers.StripAccents()], "Action: café", "'Action: cafe'"),
-    ([normalizers.NFC()], "Action: cafe\u0301", "'Action: café'"),
-    ([normalizers.Replace("``", '"')], "Action: ``a", "'Action: \"a'"),
-    ([normalizers.Lowercase()], "Action: A", "'action: a'"),
-]
-
-
-@pytest.mark.parametrize(("steps", "answer", "back"), CHANGED)
-def test_an_answer_that_does_not_come_back_from_its_tokens_is_refused(steps, answer, back):
-    """The agent could never write it. The line names the demonstration, the text, and what comes back."""
-    tokenizer = chat_tokenizer("chatml")
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
-    tokenizer.backend_tokenizer.add_tokens([AddedToken("go", normalized=False, lstrip=True)])
-    chat = Chat(tokenizer, Rendering())
-    before = (("user", "walk"), ("assistant", "ok"), ("user", "you stand"))
-    well, other = shown(*(State((*before, ("assistant", text))) for text in ("action: b", answer)))
-    sft.check_demonstrations([well], chat, 1000)
-    with pytest.raises(UserError) as error:
-        sft.check_demonstrations([well, other], chat, 1000)
-    assert str(error.value).startswith(f"demonstration 2: the answer {answer!r} comes back from its tokens as {back}")
+    assert [r["task_id"] for r in read_jsonl(Path("expert.jsonl"))] == FakeEnv().task_ids("train")
 
 
 def test_each_page_that_a_markov_agent_reads_counts_as_cut(capsys):

@@ -13,7 +13,6 @@ from experiments.tree_search import TreeSearch
 from q_search import Method
 from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
-from qlass.files import write_json
 from qlass.messages import parse_action, react
 from qlass.noise import uniforms
 from reporting import results
@@ -191,18 +190,7 @@ def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, search):
     players = {(r["method"], r["M"], r["N"], r["player"]) for r in records}
     assert ("lookahead", 2, 1, "gamma=0.9") in players and ("particles", 1, 3, "tau=0.1 gamma=0.9") in players
     assert ("beam", 2, 1, "k=2") in players and ("mcts", 2, 1, "S=2 c=1 gamma=0.9") in players
-    assert len(results.read_results([("", tmp_path / "results.jsonl")])) == len(players) == 5
-
-
-def test_gamma_is_that_of_the_labels_or_the_usual_one_with_a_warning(tmp_path, search, value_net, capsys):
-    search("--method", "lookahead")
-    assert "gamma is taken to be .9, as the labels of the QNet" in capsys.readouterr().err
-    shutil.copytree(value_net, tmp_path / "qnet")
-    write_json(tmp_path / "qnet.meta.json", {"recipe": {}, "inputs": {"labels": "q_labels.jsonl"}})
-    write_json(tmp_path / "q_labels.meta.json", {"recipe": {"gamma": 0.5}, "inputs": {}})
-    lines = search("--method", "lookahead", "--qnet", "qnet", out="other.jsonl")
-    assert {line["player"] for line in lines} == {"gamma=0.5"}
-    assert "is taken to be" not in capsys.readouterr().err
+    assert len(results.read_results([("", Path("results.jsonl"))])) == len(players) == 5
 
 
 TRIALS = ["left left", "right left", "right right right", "left right left"]  # rewards 0, .4, 1, .5
