@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fakes import dump, node, tree_by_hand
@@ -58,12 +59,12 @@ def test_labels_of_imitation_tell_who_the_demonstrator_is():
     assert [q for _, q in values(tree, "imitation").values()] == [0, 1, 0, 1, 0]
 
 
-def test_a_placebo_has_each_familys_own_values_in_an_order_of_the_runs_seed(tmp_path):
-    trees, orders = tmp_path / "trees.jsonl", []
-    trees.write_text(dump(tree_by_hand()))
+def test_a_placebo_has_each_familys_own_values_in_an_order_of_the_runs_seed():
+    orders = []
+    Path("trees.jsonl").write_text(dump(tree_by_hand()))
     for seed in [*range(12)] * 2:
-        targets.main(f"--run . --overwrite --trees {trees} --target placebo --gamma 0.9 --seed {seed}".split())
-        q = [node["q_raw"] for node in read_jsonl(tmp_path / "q_labels.jsonl")]
+        targets.main(f"--run . --overwrite --trees trees.jsonl --target placebo --gamma 0.9 --seed {seed}".split())
+        q = [node["q_raw"] for node in read_jsonl(Path("q_labels.jsonl"))]
         assert (q[0], {q[1], q[4]}, {q[2], q[3]}) == (pytest.approx(0.81), {0.9, 0.2}, {1.0, 0.5})
         orders.append((q[1] > q[4], q[2] > q[3]))
     assert orders[:12] == orders[12:] and len({*orders}) == 4
@@ -100,11 +101,11 @@ def test_all_targets_equal_brute_force(tree, gamma):
     assert branch[0] == min(branch[1:])  # no branch made the root, and every tree here has one
 
 
-def test_the_command_keeps_every_line_and_adds_q(tmp_path, capsys):
+def test_the_command_keeps_every_line_and_adds_q(capsys):
     flat = [n | {"task_id": "u", "reward": 0.0} for n in tree_by_hand()]
-    trees, labels = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
-    trees.write_text(dump(tree_by_hand() + flat))
-    bellman.main(f"--run . --trees {trees} --gamma 0.5".split())
+    Path("trees.jsonl").write_text(dump(tree_by_hand() + flat))
+    bellman.main(["--run", ".", "--trees", "trees.jsonl", "--gamma", "0.5"])
+    labels = Path("q_labels.jsonl")
     written = read_jsonl(labels)
     assert [n.pop("q_raw") for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, *[0.0] * 5])
     assert not any([n.pop("q") for n in written][5:])  # a flat tree tells nothing apart
@@ -113,11 +114,11 @@ def test_the_command_keeps_every_line_and_adds_q(tmp_path, capsys):
     assert "1 of them with all values equal" in capsys.readouterr().out
 
 
-def test_it_starts_without_torch(tmp_path):
+def test_it_starts_without_torch():
     """And without a run: the files that it is given are enough."""
-    (tmp_path / "torch.py").write_text("1 / 0")
-    (tmp_path / "trees.jsonl").write_text(dump(tree_by_hand()))
+    Path("torch.py").write_text("1 / 0")
+    Path("trees.jsonl").write_text(dump(tree_by_hand()))
     command = [sys.executable, bellman.__file__, "--trees", "trees.jsonl", "--run", "."]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."})
     assert (done.returncode, done.stdout.count("\n")) == (0, 2), done.stderr
-    assert len((tmp_path / "q_labels.jsonl").read_text().splitlines()) == 5
+    assert len(Path("q_labels.jsonl").read_text().splitlines()) == 5

@@ -45,15 +45,15 @@ def lines_on(page: str, field: str) -> list[dict]:
     return [line for line in lines if field in line]
 
 
-def test_the_pages_code_and_pictures_are_what_the_code_and_the_lines_give(tmp_path):
+def test_the_pages_code_and_pictures_are_what_the_code_and_the_lines_give():
     again = "python -m docs.build makes them again"
     for page in (build.PAGE, build.COMPARE):
         text = page.read_text(encoding="utf-8")
         assert build.refresh(text) == text, again
     shown = text_of("docs/walkthrough.md") + text_of("README.md")
     for name, picture in build.pictures().items():
-        figures.save(picture, tmp_path / name)
-        ours, theirs = (re.findall(r">(.*)</text>", (folder / name).read_text()) for folder in (tmp_path, build.LINES))
+        figures.save(picture, Path(name))
+        ours, theirs = (re.findall(r">(.*)</text>", (folder / name).read_text()) for folder in (Path(), build.LINES))
         assert len(ours) > 9 and ours == theirs and f"walkthrough/{name})" in shown, again
     raw = {str(node["node_id"]): f"{round(node['q_raw'], 4):g}" for node in build.read("lake/q_labels.jsonl")}
     table = re.findall(r"^\| (\d+) \| .* \| (\S+) \| \S* ?\|$", shown, re.M)
@@ -61,9 +61,9 @@ def test_the_pages_code_and_pictures_are_what_the_code_and_the_lines_give(tmp_pa
 
 
 @pytest.mark.parametrize("layout", ["messages", "conversations"])
-def test_the_demonstration_on_the_page_is_read_and_replayed_and_shows_the_tiny_model_its_task(layout, tmp_path, capsys):
+def test_the_demonstration_on_the_page_is_read_and_replayed_and_shows_the_tiny_model_its_task(layout, capsys):
     (line,) = lines_on("docs/files.md", layout)
-    path, env = tmp_path / "mine.jsonl", envs.make("docs.switches:Switches")
+    path, env = Path("mine.jsonl"), envs.make("docs.switches:Switches")
     path.write_text(json.dumps(line) + "\n")
     expert = demonstrations.read(path, env)
     replay.refuse_openings(expert, env)
@@ -75,7 +75,7 @@ def test_the_demonstration_on_the_page_is_read_and_replayed_and_shows_the_tiny_m
     assert f"Action:{MARK} switch{MARK} red" in read and state.actions[-1].endswith("Action: done")
 
 
-def test_the_lines_on_the_pages_are_read_and_have_the_fields_of_a_run(lake, tmp_path):
+def test_the_lines_on_the_pages_are_read_and_have_the_fields_of_a_run(lake):
     """Of trees, labels, results and a program that runs elsewhere."""
     (node,) = lines_on("docs/files.md", "node_id")
     ((q_raw, q),) = re.findall(r'`"q_raw": (\S+), "q": (\S+)`', text_of("docs/files.md"))
@@ -87,7 +87,7 @@ def test_the_lines_on_the_pages_are_read_and_have_the_fields_of_a_run(lake, tmp_
         (result, "results.jsonl", Result),
         (elsewhere, None, Result),
     ):
-        path = tmp_path / "line.jsonl"
+        path = Path("line.jsonl")
         path.write_text(json.dumps(line) + "\n")
         assert list(records.read(path, kind)) == [line]
         if name:
@@ -137,9 +137,8 @@ def test_the_whole_on_one_page_is_what_the_scripts_do(lake, monkeypatch):
     assert len(saved) > 30 and all((own[name] - weight).abs().max() < 1e-3 for name, weight in saved.items())
 
 
-def test_the_report_to_click_through_is_that_of_the_trained_run(tmp_path, capsys, monkeypatch):
+def test_the_report_to_click_through_is_that_of_the_trained_run(capsys):
     """But for its pictures and the seconds: made again by the commands of docs/build.py."""
-    monkeypatch.chdir(tmp_path)
     made = shutil.ignore_patterns("results*", "report*")  # by README's commands
     shutil.copytree(build.ROOT / "runs/trained", "runs/trained", ignore=made)
     search, report = re.findall(r"python (?:q_search\.py|-m reporting) (--run runs/trained[^&\n]*)", build.__doc__)
@@ -157,12 +156,12 @@ def test_the_report_to_click_through_is_that_of_the_trained_run(tmp_path, capsys
     assert new.count('src="data:') == 3 and '{"total":20,"trees":' in new and len(new) < 1e6
 
 
-def test_the_rival_of_the_page_plays(agent, fake_world, tmp_path):
+def test_the_rival_of_the_page_plays(agent, fake_world):
     """One draw of it is a sample; of four it takes what most are."""
     run = ["--env", "frozenlake", "--run", ".", "--preset", "paper", "--sft", str(agent), "--limit", "4"]
     q_search.main([*run, "--method", "sample"])
     rival.main([*run, "-M", "1", "4"])
-    steps = {(r["method"], r["M"], r["task_id"]): r["steps"] for r in read_jsonl(tmp_path / "results.jsonl")}
+    steps = {(r["method"], r["M"], r["task_id"]): r["steps"] for r in read_jsonl(Path("results.jsonl"))}
     for task in FakeEnv().task_ids("test")[:4]:
         one, sample = ([step["action"] for step in steps[method, 1, task]] for method in ("vote", "sample"))
         assert one == sample
@@ -181,9 +180,9 @@ def test_the_lines_of_the_shop_are_a_run_of_the_stages():
         assert (move.state.observation, move.reward, move.done) == (node["observation"], node["reward"], node["done"])
 
 
-def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
+def test_the_examples_run(agent, value_net, monkeypatch, capsys):
     """As they stand, on random checkpoints and the fake world."""
-    folder = tmp_path / "runs" / "demo"
+    folder = Path("runs/demo")
     folder.mkdir(parents=True)
     (folder / "sft").symlink_to(agent)
     (folder / "qnet").symlink_to(value_net)
@@ -199,12 +198,12 @@ def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
     assert len(values) == 2 and all(map(math.isfinite, values))
 
 
-def test_the_cells_of_the_notebook_run(tmp_path, monkeypatch):
+def test_the_cells_of_the_notebook_run(monkeypatch):
     shown: list[Figure] = []
     monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=shown.append))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "docs").mkdir()
-    monkeypatch.chdir(tmp_path / "docs")  # where Jupyter starts it
+    Path("docs").mkdir()
+    monkeypatch.chdir("docs")  # where Jupyter starts it
     space: dict = {}
     cells = ["".join(cell["source"]) for cell in json.loads(text_of("docs/qlass.ipynb"))["cells"] if "outputs" in cell]
     assert cells[0].startswith("%matplotlib inline\n")  # Jupyter shows what plt.show draws

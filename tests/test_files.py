@@ -91,16 +91,16 @@ def test_stopped_at_any_byte_at_any_width_it_becomes_the_same_file(calls):
         assert path.read_bytes() == WHOLE + "".join(map(files.dumps, group("t4"))).encode()
 
 
-def test_processes_of_other_settings_are_refused_before_there_is_a_group(tmp_path):
+def test_processes_of_other_settings_are_refused_before_there_is_a_group():
     with process(0, 2):
-        begin(tmp_path / "x.jsonl").lock.release()
+        begin(Path("x.jsonl")).lock.release()
     with process(1, 2), pytest.raises(UserError, match="begun with depth 3, not 4"):
-        begin(tmp_path / "x.jsonl", "--depth", "4")
+        begin(Path("x.jsonl"), "--depth", "4")
 
 
-def test_processes_that_train_again_share_the_demonstrations_that_were_played(tmp_path, capsys):
+def test_processes_that_train_again_share_the_demonstrations_that_were_played(capsys):
     def collect(*words: str, most: int, share: tuple = ALONE) -> list[dict]:
-        config = flags("--run", str(tmp_path), *words)
+        config = flags("--run", ".", *words)
         with process(*share):
             return list(files.read_jsonl(demonstrations.collect(FakeEnv(), config, most)))
 
@@ -145,8 +145,8 @@ def write_too(path: Path) -> str:
     return str(error.value)
 
 
-def test_an_output_has_one_writer(tmp_path):
-    path = tmp_path / "x.jsonl"
+def test_an_output_has_one_writer():
+    path = Path("x.jsonl")
     held = begin(path)
     with multiprocessing.get_context("fork").Pool(1) as other:
         message = other.apply(write_too, [path])
@@ -155,18 +155,18 @@ def test_an_output_has_one_writer(tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
-def test_the_commit_is_the_codes_own(tmp_path, monkeypatch):
+def test_the_commit_is_the_codes_own(monkeypatch):
     """And not that of a repository around it, where it was installed."""
     commit = "git -c user.name=a -c user.email=a@b -c commit.gpgsign=false commit -q --allow-empty -m one"
     subprocess.run(["bash", "-c", f"git init -q && {commit} && mkdir -p qlass site/qlass"], check=True)
     for place, own in (("qlass", True), ("site/qlass", False)):
-        monkeypatch.setattr(outputs, "__file__", str(tmp_path / place / "outputs.py"))
+        monkeypatch.setattr(outputs, "__file__", f"{place}/outputs.py")
         assert bool(outputs.code_version()) == own
 
 
-def test_overwriting_loses_nothing_before_the_new_output_is_whole(tmp_path):
+def test_overwriting_loses_nothing_before_the_new_output_is_whole():
     """Neither a complete output nor the parts of another one, until there is a first group; then both recipes stay."""
-    path, parts, meta = tmp_path / "x.jsonl", tmp_path / "x.jsonl.parts", tmp_path / "x.meta.json"
+    path, parts, meta = Path("x.jsonl"), Path("x.jsonl.parts"), Path("x.meta.json")
     grow(path, stop=2)
     begin(path, "--overwrite", "--depth", "4").lock.release()
     assert grow(path) == ["t1", "t0"]  # as if nothing had been
@@ -179,8 +179,8 @@ def test_overwriting_loses_nothing_before_the_new_output_is_whole(tmp_path):
     assert path.read_bytes() == WHOLE and files.meta_of(path)["recipe"]["depth"] == 4 and not parts.exists()
 
 
-def test_a_stop_while_old_parts_are_removed_leaves_none_without_its_recipe(tmp_path, monkeypatch):
-    path = tmp_path / "x.jsonl"
+def test_a_stop_while_old_parts_are_removed_leaves_none_without_its_recipe(monkeypatch):
+    path = Path("x.jsonl")
     grow(path)
     grow(path, "--overwrite", "--depth", "4", stop=2)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -190,21 +190,20 @@ def test_a_stop_while_old_parts_are_removed_leaves_none_without_its_recipe(tmp_p
         grow(path)
 
 
-def test_a_folder_is_the_runs_own_however_it_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_is_the_runs_own_however_it_is_named():
     config = flags("--run", "run")
-    Output(tmp_path / "run/x.jsonl", config, config.recipe(), {}, itemgetter("task_id")).lock.release()
+    Output(Path("run/x.jsonl").absolute(), config, config.recipe(), {}, itemgetter("task_id")).lock.release()
     assert config.file.exists()
 
 
-def test_a_file_system_without_modes_will_do(tmp_path):
+def test_a_file_system_without_modes_will_do():
     with mock.patch("pathlib.Path.chmod", side_effect=PermissionError(1, "Operation not permitted")):
-        grow(tmp_path / "x.jsonl")
-    assert (tmp_path / "x.jsonl").read_bytes() == WHOLE
+        grow(Path("x.jsonl"))
+    assert Path("x.jsonl").read_bytes() == WHOLE
 
 
-def test_a_file_or_a_checkpoint_is_replaced_as_a_whole(tmp_path):
-    file, folder = tmp_path / "x.jsonl", tmp_path / "sft"
+def test_a_file_or_a_checkpoint_is_replaced_as_a_whole():
+    file, folder = Path("x.jsonl"), Path("sft")
     lines = [{"a": "✓ é\n\u2028", "b": None}, {"task_id": "007", "more": [1, 2.5]}]
     files.write_jsonl(file, lines)
     for text in ("old", "new"):
@@ -220,11 +219,11 @@ def test_a_file_or_a_checkpoint_is_replaced_as_a_whole(tmp_path):
     assert read_jsonl(file) == lines and (folder / "config.json").read_text() == "new"
 
 
-def test_what_was_not_named_is_made_by_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
+def test_what_was_not_named_is_made_by_the_flags_of_the_run(monkeypatch, capsys):
     """A second command goes on with what was stopped, and a third one finds it."""
-    config, labels = flags("--seed", "1", "--run", str(tmp_path)), tmp_path / "q_labels.jsonl"
+    config, labels = flags("--seed", "1", "--run", "."), Path("q_labels.jsonl")
     write_settings(config)
-    of_run = ["--run", str(tmp_path), "--env", "webshop", "--seed", "1", "--preset", "tiny"]
+    of_run = ["--run", ".", "--env", "webshop", "--seed", "1", "--preset", "tiny"]
     for stop, told in ((1, True), (None, True), (None, False)):
         make = mock.Mock(side_effect=lambda argv, stop=stop: grow(labels, *argv[2:], stop=stop))
         monkeypatch.setattr("bellman.main", make)
@@ -234,8 +233,8 @@ def test_what_was_not_named_is_made_by_the_flags_of_the_run(tmp_path, monkeypatc
     assert labels.read_bytes() == WHOLE
 
 
-def test_what_was_being_made_goes_on_where_the_run_was_moved(tmp_path, monkeypatch):
-    old, new = tmp_path / "old", tmp_path / "new"
+def test_what_was_being_made_goes_on_where_the_run_was_moved(monkeypatch):
+    old, new = Path("old"), Path("new")
     write_settings(flags("--run", str(old)))
     make = mock.Mock(side_effect=lambda argv: grow(Path(argv[1]) / "q_labels.jsonl", *argv[2:], stop=1))
     monkeypatch.setattr("bellman.main", make)
@@ -247,14 +246,14 @@ def test_what_was_being_made_goes_on_where_the_run_was_moved(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("named", ["env_option", "model"])
-def test_data_and_a_model_may_be_moved_and_what_changed_in_them_is_told(named, tmp_path):
-    old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "sft"
+def test_data_and_a_model_may_be_moved_and_what_changed_in_them_is_told(named):
+    old, new, out = Path("old"), Path("new"), Path("sft")
     old.mkdir()
     (old / "config.json").write_text("one")
     value, other = ([f"data={old}"], [f"data={new}"]) if named == "env_option" else (str(old), str(new))
     content = {"env_option": [], "env_files": {"data": fingerprint(old)}, "model": sha256(old)}
-    write_settings(flags("--run", str(tmp_path)))
-    settings = tmp_path / "settings.toml"
+    write_settings(flags("--run", "."))
+    settings = Path("settings.toml")
     settings.write_text(re.sub(f"^{named} = .*", f"{named} = {json.dumps(other)}", settings.read_text(), flags=re.M))
     meta = {"recipe": {"stage": "sft"} | content, "settings": {named: value}, "inputs": {}}
     write_json(meta_path(out), meta)
@@ -267,13 +266,13 @@ def test_data_and_a_model_may_be_moved_and_what_changed_in_them_is_told(named, t
 
 
 @pytest.mark.parametrize(("platform", "memory_mb"), [("linux", 3072), ("darwin", 3)])  # of 1,024 bytes; of one
-def test_metadata_have_the_seconds_and_the_peak_memory_of_a_command(platform, memory_mb, tmp_path, monkeypatch):
+def test_metadata_have_the_seconds_and_the_peak_memory_of_a_command(platform, memory_mb, monkeypatch):
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3_000_000))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.max_memory_allocated", [0, 7_000_000].__getitem__)  # of its own card alone
     monkeypatch.setattr("qlass.outputs.time", SimpleNamespace(monotonic=iter([10.0, 12.5]).__next__))
-    out = begin(tmp_path / "trees.jsonl")
+    out = begin(Path("trees.jsonl"))
     out.write([group("t0")], "", total=1)
     out.finish(["t0"])
     costs = {"seconds": 2.5, "memory_mb": memory_mb, "gpu_memory_mb": 7}

@@ -120,21 +120,21 @@ def right(state, candidates):
 
 
 @pytest.fixture
-def bench(tmp_path, agent, fake_world):
+def bench(agent, fake_world):
     """Run a command on the fake world, with a file of judges: its lines by (method, player, M, task)."""
-    (tmp_path / "own.py").write_text(OWN)
+    Path("own.py").write_text(OWN)
 
     def command(*flags, stage=judges, out="judges.jsonl"):
         usual = ["--env", "frozenlake", "--run", ".", "--preset", "paper", "--sft", str(agent), "--limit", "4"]
         stage.main(over([*usual, "--out", out], flags))
-        lines = read_jsonl(tmp_path / out)
+        lines = read_jsonl(Path(out))
         return {(line["method"], line["player"], line["M"], line["task_id"]): line for line in lines}
 
     return command
 
 
-def test_all_judges_see_the_draws_of_q_search(bench, agent, value_net, tmp_path, capsys):
-    (tmp_path / "q_labels.jsonl").write_text(dump(tree()))
+def test_all_judges_see_the_draws_of_q_search(bench, agent, value_net, capsys):
+    Path("q_labels.jsonl").write_text(dump(tree()))
     named = ["own.py:back", f"qnet={value_net}", f"agent={agent}", f"gain={agent},{agent}", "chance", "own.py:right"]
     lines = bench("--judge", *named, "-M", "3")
     table = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
@@ -157,11 +157,11 @@ def test_all_judges_see_the_draws_of_q_search(bench, agent, value_net, tmp_path,
     assert own["minus own.py:back"].startswith("+0.")
 
 
-def test_a_judge_may_come_later_and_none_plays_twice(bench, tmp_path):
+def test_a_judge_may_come_later_and_none_plays_twice(bench):
     bench("--judge", "own.py:right", "vote")
-    before = (tmp_path / "judges.jsonl").read_text()
+    before = Path("judges.jsonl").read_text()
     lines = bench("--judge", "chance", "own.py:right", "-M", "2", "3")  # and another M
-    assert (tmp_path / "judges.jsonl").read_text().startswith(before)  # their seconds too
+    assert Path("judges.jsonl").read_text().startswith(before)  # their seconds too
     assert len(lines) == 4 * (1 + 2 + 2)
     assert len(bench("--judge", "vote", "chance", "--overwrite")) == 4 * 2
 
@@ -186,8 +186,8 @@ def test_the_table_is_of_the_split_and_waits_for_other_processes(bench, monkeypa
     assert rows("-M", "3") == []
 
 
-def test_the_score_of_the_page_plays(bench, tmp_path):
-    (tmp_path / "overlap.py").write_text(code_on("compare.md", "def score("))
+def test_the_score_of_the_page_plays(bench):
+    Path("overlap.py").write_text(code_on("compare.md", "def score("))
     assert {player for _, player, *_ in bench("--judge", "overlap.py:score")} == {"overlap.py:score"}
     score = runpy.run_path("overlap.py")["score"]
     assert score(State((), "find the purse"), ["Action: find purse", "Thought: hm Action: left"]) == [2, 0]

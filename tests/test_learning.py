@@ -1,6 +1,7 @@
 """The learners as scripts: they learn a written world, keep the best checkpoint, and go on where they were stopped."""
 
 import shutil
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -32,25 +33,24 @@ def beginner(tmp_path_factory):
 
 
 @pytest.fixture
-def train(fake_world, beginner, tmp_path):
+def train(fake_world, beginner):
     """Trains in a folder of that name; returns the lines of updates.jsonl."""
     env = FakeEnv(name="frozenlake")  # as the command names it
     expert = [demonstrations.demonstrate(env, task) for task in env.task_ids("train")]
-    (tmp_path / "expert.jsonl").write_text(dump(expert))
+    Path("expert.jsonl").write_text(dump(expert))
 
     def start(learner, folder, budget, *flags, sft=beginner):
-        run = tmp_path / folder
         argv = ["--env", "frozenlake", "--preset", "paper", "--val", "2", "--lr", "0.003", *FLAGS[learner]]
         argv += ["--budget-in", "env_steps"]
-        argv += ["--sft", str(sft), "--run", str(run), "--name", "x", "--budget", str(budget)]
+        argv += ["--sft", str(sft), "--run", folder, "--name", "x", "--budget", str(budget)]
         learner.main(over(argv, flags))
-        return read_jsonl(run / "sft-x.updates.jsonl")
+        return read_jsonl(Path(folder, "sft-x.updates.jsonl"))
 
     return start
 
 
 def contents(folder):
-    return [(folder / name).read_bytes() for name in ("sft-x.updates.jsonl", "sft-x/model.safetensors")]
+    return [Path(folder, name).read_bytes() for name in ("sft-x.updates.jsonl", "sft-x/model.safetensors")]
 
 
 @pytest.mark.parametrize(("learner", "budget", "lr"), [(tree_grpo, 2000, 0.02), (ppo, 2000, 0.01), (eto, 300, 0.003)])
@@ -64,7 +64,7 @@ def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
 
 
 @pytest.mark.parametrize("learner", FLAGS)
-def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch, learner):
+def test_a_stopped_run_ends_where_an_unbroken_one_does(train, monkeypatch, learner):
     budget = 60 if learner is eto else 300
     flags = ["--lr", "0.0003"] if learner is eto else []
     train(learner, "one", budget, *flags)
@@ -80,13 +80,13 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         train(learner, "again", budget, *flags)
     train(learner, "again", budget, *flags)
-    assert contents(tmp_path / "again") == contents(tmp_path / "one")
+    assert contents("again") == contents("one")
     for spent, lr, says in ((budget, ["--lr", "0.5"], "begun with lr"), (20, [], "are spent: raise --budget")):
         with pytest.raises(UserError, match=says):  # the best agent so far may have cost more
             train(learner, "again", spent, *(lr or flags))
 
 
-def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monkeypatch):
+def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, monkeypatch):
     weights = []
 
     def validation(learner, *_):  # best after the first batch
@@ -95,7 +95,7 @@ def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monk
 
     monkeypatch.setattr(Learner, "validation", validation)
     assert [line["val"] for line in train(tree_grpo, "run", 400, "--every", "1")[:3]] == [0.1, 0.6, 0.5]
-    saved = load_policy(tmp_path / "run" / "sft-x", Sampling()).model.get_input_embeddings().weight
+    saved = load_policy(Path("run/sft-x"), Sampling()).model.get_input_embeddings().weight
     assert [torch.equal(saved, other) for other in weights[:3]] == [False, True, False]
 
 
@@ -112,22 +112,22 @@ def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, monkeyp
     assert not first & second
 
 
-def test_a_stop_while_the_first_state_is_written_loses_nothing(train, tmp_path, monkeypatch):
+def test_a_stop_while_the_first_state_is_written_loses_nothing(train, monkeypatch):
     train(tree_grpo, "one", 50)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Learner, "suspend", Mock(side_effect=KeyboardInterrupt))
         train(tree_grpo, "again", 50)
     train(tree_grpo, "again", 50)
-    assert contents(tmp_path / "again") == contents(tmp_path / "one")
+    assert contents("again") == contents("one")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Learner, "validation", Mock(side_effect=KeyboardInterrupt))
         train(tree_grpo, "again", 50, "--overwrite", "--seed", "1")
-    assert contents(tmp_path / "again") == contents(tmp_path / "one")  # until there are new ones
+    assert contents("again") == contents("one")  # until there are new ones
 
 
-def test_a_state_that_lacks_a_weight_is_refused(train, tmp_path):
+def test_a_state_that_lacks_a_weight_is_refused(train):
     train(tree_grpo, "run", 50)
-    file = tmp_path / "run" / "sft-x.resume.safetensors"
+    file = Path("run/sft-x.resume.safetensors")
     tensors = load_file(file)
     del tensors["0 "]
     save_file(tensors, file, {"lines": "[]"})
@@ -135,40 +135,40 @@ def test_a_state_that_lacks_a_weight_is_refused(train, tmp_path):
         train(tree_grpo, "run", 99)
 
 
-def test_without_its_state_a_learner_that_is_done_is_done_and_another_is_refused(train, tmp_path):
+def test_without_its_state_a_learner_that_is_done_is_done_and_another_is_refused(train):
     last = train(tree_grpo, "run", 50)[-1]
-    (tmp_path / "run" / "sft-x.resume.safetensors").unlink()
+    Path("run/sft-x.resume.safetensors").unlink()
     assert train(tree_grpo, "run", 50)[-1] == last
     with pytest.raises(UserError, match="is missing, so x can't go on: --overwrite starts again"):
         train(tree_grpo, "run", 9999)
 
 
-def test_without_its_agent_a_learner_does_not_go_on(train, tmp_path):
+def test_without_its_agent_a_learner_does_not_go_on(train):
     train(tree_grpo, "run", 50)
-    shutil.rmtree(tmp_path / "run" / "sft-x")
+    shutil.rmtree("run/sft-x")
     with pytest.raises(UserError, match=r"sft-x: is missing, and .*resume.safetensors is not: --overwrite starts"):
         train(tree_grpo, "run", 50)
 
 
-def test_a_stop_between_state_and_log_costs_no_line(train, tmp_path):
+def test_a_stop_between_state_and_log_costs_no_line(train):
     lines = train(tree_grpo, "run", 50)
-    write_jsonl(tmp_path / "run" / "sft-x.updates.jsonl", lines[:1])
+    write_jsonl(Path("run/sft-x.updates.jsonl"), lines[:1])
     assert train(tree_grpo, "run", 50) == lines
 
 
-def test_an_agent_learns_without_dropout(tmp_path):
+def test_an_agent_learns_without_dropout():
     """What is trained are the probabilities by which it was drawn."""
-    folder = save_agent(tmp_path / "agent", options={"attention_dropout": 0.9})
+    folder = save_agent(Path("agent"), options={"attention_dropout": 0.9})
     model, chat, _ = trainable(folder, settings_of(tree_grpo, "--preset", "paper"))
     ids = torch.tensor([chat.prompt(State((("user", "find the purse"),), opening=0))])
     assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
 
 
 @pytest.mark.parametrize("flags", [[], ["--lora", "2"], ["--gradient-checkpointing"]])
-def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
-    free = save_agent(tmp_path / "free-agent", max_new_tokens=6)
+def test_free_text_and_lora_updates_train_too(train, flags):
+    free = save_agent(Path("free-agent"), max_new_tokens=6)
     last = train(tree_grpo, "free", 50, "--entropy", "0.1", *flags, sft=free)[-1]
     assert last["updates"] == 2 * last["batch"] >= 2
     assert last["entropy"] > 0 and last["kl"] > 0  # words at random earn nothing: the bonus moves it
-    saved = load_policy(tmp_path / "free" / "sft-x", Sampling()).model.state_dict()
+    saved = load_policy(Path("free/sft-x"), Sampling()).model.state_dict()
     assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged

@@ -110,11 +110,11 @@ def test_failures_are_counted_and_left_out_of_a_comparison():
 
 
 @pytest.fixture
-def context(tmp_path, agent):
+def context(agent):
     """The agent, and a tree of two branches: left, right, left for 0.5; right, left for 0.4."""
     policy = Script({(): "left right", ("left",): "right"})
     tree = played(explore(FakeEnv(), "train0", RENDERING, 0, 2, 2, False), policy)
-    write_jsonl(tmp_path / "trees.jsonl", tree_records(FakeEnv(), "train0", tree, []))
+    write_jsonl(Path("trees.jsonl"), tree_records(FakeEnv(), "train0", tree, []))
     context = Context(settings_of(judges, "--env", "frozenlake", "--run", ".", "--sft", str(agent), "--plain"))
     context.agent = load_policy(agent, context.config)
     return context
@@ -204,13 +204,13 @@ LAKE = ["--env", "frozenlake", "--env-option", "map=random4", "--run"]
 
 
 @pytest.fixture
-def study(tmp_path, agent):
+def study(agent):
     """Run a study of a few states of small lakes; the rows of its tables, by set of labels and score."""
 
     def run(*flags, points="5"):
         own = ["--preset", "paper", "--sft", str(agent), "--points", points]
         qval.main(over([*LAKE, ".", *own], flags))
-        return pd.read_csv(tmp_path / "qval" / "alignment.csv", index_col=["labels", "scorer"])
+        return pd.read_csv("qval/alignment.csv", index_col=["labels", "scorer"])
 
     return run
 

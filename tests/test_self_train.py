@@ -1,5 +1,7 @@
 """Self-training: which trajectories are made, which are kept, and in which file stage 1 finds them."""
 
+from pathlib import Path
+
 import pytest
 from fakes import FakeEnv, Script, dump, node, over, run, word_chat
 
@@ -55,33 +57,33 @@ def test_trajectories_are_whole_chats_with_their_reward():
 
 
 @pytest.fixture
-def stage(tmp_path, fake_world, agent, value_net, monkeypatch):
+def stage(fake_world, agent, value_net, monkeypatch):
     """Self-training of an agent that was cloned from two of three demonstrations; the file that it leaves."""
     monkeypatch.setattr(FakeEnv, "rules", lambda self: {})
-    (tmp_path / "sft").symlink_to(agent)
-    (tmp_path / "qnet").symlink_to(value_net)
+    Path("sft").symlink_to(agent)
+    Path("qnet").symlink_to(value_net)
     messages = State((("user", "walk"), ("assistant", "Action: go"))).dump()
     expert = [{"messages": messages, "task": "", "reward": 1.0, "task_id": f"mine{i}"} for i in range(3)]
-    (tmp_path / "expert.jsonl").write_text(dump(expert))
-    recipe = {"model": "tiny", "n_expert": 2, "expert": sha256(tmp_path / "expert.jsonl")}
-    write_json(tmp_path / "sft.meta.json", {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}})
+    Path("expert.jsonl").write_text(dump(expert))
+    recipe = {"model": "tiny", "n_expert": 2, "expert": sha256(Path("expert.jsonl"))}
+    write_json(Path("sft.meta.json"), {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}})
 
     def start(method, *flags):
         argv = ["--env", "frozenlake", "--run", ".", "--method", method, *over(["--threshold", "0"], flags)]
         self_train.main(argv)
-        return read_jsonl(tmp_path / f"self_train-{method}.jsonl")
+        return read_jsonl(Path(f"self_train-{method}.jsonl"))
 
     return start
 
 
-def test_new_trajectories_stand_behind_the_demonstrations_that_the_agent_was_cloned_from(stage, tmp_path, capsys):
+def test_new_trajectories_stand_behind_the_demonstrations_that_the_agent_was_cloned_from(stage, capsys):
     merged = stage("qlass", "-N", "2")
     assert [line["task_id"] for line in merged[:2]] == ["mine0", "mine1"]  # n_expert
-    read = demonstrations.read(tmp_path / "self_train-qlass.jsonl", FakeEnv())
+    read = demonstrations.read(Path("self_train-qlass.jsonl"), FakeEnv())
     assert [line.source for line in read] == ["expert"] * 2 + ["policy"] * (len(merged) - 2)
-    played = read_jsonl(tmp_path / "self_train-qlass.rollouts.jsonl")
+    played = read_jsonl(Path("self_train-qlass.rollouts.jsonl"))
     assert [len(record["trajectories"]) for record in played] == [2] * 6
-    assert len(merged) - 2 == meta_of(tmp_path / "self_train-qlass.jsonl")["kept"]
+    assert len(merged) - 2 == meta_of(Path("self_train-qlass.jsonl"))["kept"]
     assert "--expert self_train-qlass.jsonl --out sft-qlass" in capsys.readouterr().out
 
 

@@ -119,9 +119,9 @@ def test_a_demonstration_ends_with_the_experts_last_action():
     assert record == {"reward": 1.0, "task": "find the purse", "env": "fake", "task_id": "train0"}
 
 
-def test_lists_of_others_are_read_with_all_their_fields(tmp_path):
+def test_lists_of_others_are_read_with_all_their_fields():
     """A list may begin with an empty line."""
-    path = tmp_path / "eto.json"
+    path = Path("eto.json")
     others = {"task_id": "train2", "reward": 1.0000000000000002, "system": None}
     path.write_text("\n" + json.dumps([ETO | others], indent=1))
     [demonstration] = read(path, FakeEnv())
@@ -129,7 +129,7 @@ def test_lists_of_others_are_read_with_all_their_fields(tmp_path):
     assert demonstration.state.actions == ("Action: walk",)
 
 
-def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
+def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations():
     metadata = {
         "sft": {"inputs": {"expert": "expert.jsonl"}},
         "eto": {"inputs": {"sft": "sft", "expert": "other.jsonl"}},  # it may compare with others
@@ -137,8 +137,8 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
         "few": {"inputs": {"expert": "expert.jsonl"}, "recipe": {"n_expert": 3}},
     }
     for name, meta in metadata.items():
-        write_json(tmp_path / f"{name}.meta.json", meta)
-    found = {name: demonstrations_of(tmp_path / name) for name in metadata}
+        write_json(Path(f"{name}.meta.json"), meta)
+    found = {name: demonstrations_of(Path(name)) for name in metadata}
     expert = Path("expert.jsonl")
     assert found == dict.fromkeys(("sft", "eto", "grpo"), (expert, None)) | {"few": (expert, 3)}
 
@@ -147,16 +147,16 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
 
 
 @pytest.fixture
-def clone(tmp_path, agent, fake_world):
+def clone(agent, fake_world):
     """Runs stage 1 on a copy of the agent, RUN/model; returns the agent's Chat, and the environment that it plays."""
-    shutil.copytree(agent, tmp_path / "model", ignore=shutil.ignore_patterns(Rendering.FILE))
+    shutil.copytree(agent, "model", ignore=shutil.ignore_patterns(Rendering.FILE))
     run = ["--env", "frozenlake", "--run", "."]
 
     def command(*more: str, out: str = "sft", play: tuple[str, ...] = ()) -> tuple:
         usual = [*run, "--model", "model", "--epochs", "1", "--out", out]
         sft.main(over(usual, more))
         env = FakeEnv()
-        return load_agent(tmp_path / out, settings_of(q_search, *run, *play), env), env
+        return load_agent(Path(out), settings_of(q_search, *run, *play), env), env
 
     return command
 
@@ -175,27 +175,25 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone):
     assert chat.text(chat.action_tokens(action, "x y")) == action
 
 
-def test_the_first_messages_at_inference_are_those_that_were_cloned(clone, tmp_path):
+def test_the_first_messages_at_inference_are_those_that_were_cloned(clone):
     """A named model keeps its tokenizer."""
-    expert = tmp_path / "eto.json"
+    expert = Path("eto.json")
     expert.write_text("\ufeff" + json.dumps([ETO] * 3))
-    policy, env = clone("--expert", str(expert))
-    fingerprint = meta_of(tmp_path / "sft")["fingerprint"]
+    policy, env = clone("--expert", "eto.json")
+    fingerprint = meta_of(Path("sft"))["fingerprint"]
     assert fingerprint == pytest.approx(policy.likelihoods([QUESTION])[0], abs=1e-3) and len(set(fingerprint)) == 2
     cloned = read(expert, FakeEnv())[0]
     state = start(env, "train0")
     assert cloned.state.messages[:2] == state.messages[:2] == (("user", "You are shopping."), ("assistant", "OK"))
-    _, other = clone("--expert", str(expert), play=("--env-option=instruction=FILE",))
+    _, other = clone("--expert", "eto.json", play=("--env-option=instruction=FILE",))
     assert other.instruction == "walk"
 
 
 @pytest.mark.parametrize("main", [sft.main, clone_answers.main])
-def test_a_checkpoint_that_is_cloned_on_takes_first_messages_and_length_from_what_it_learns(
-    main, clone, tmp_path, monkeypatch
-):
+def test_a_checkpoint_that_is_cloned_on_takes_first_messages_and_length_from_what_it_learns(main, clone, monkeypatch):
     monkeypatch.setattr(sft, "main", main)
     before = {"instruction": "Swim.", "agreement": "Oh", "max_new_tokens": 3}
-    write_json(tmp_path / "model" / Rendering.FILE, before)
+    write_json(Path("model", Rendering.FILE), before)
     agent, env = clone("--n-expert", "2")
     assert (env.instruction, env.agreement) == ("walk", "OK")
     assert (
@@ -203,12 +201,12 @@ def test_a_checkpoint_that_is_cloned_on_takes_first_messages_and_length_from_wha
     )
 
 
-def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, tmp_path, capsys):
+def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, capsys):
     """Though the file of more of them is complete."""
     clone("--n-expert", "9")  # the environment has six tasks
     clone("--n-expert", "2", out="two")
     assert "sft: 6 trajectories" in capsys.readouterr().out
-    assert meta_of(tmp_path / "two")["tasks"] == ["train0", "train1"]
+    assert meta_of(Path("two"))["tasks"] == ["train0", "train1"]
     clone("--n-expert", "2", "--overwrite", out="two")
     assert [r["task_id"] for r in read_jsonl(Path("expert.jsonl"))] == FakeEnv().task_ids("train")
 

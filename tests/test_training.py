@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sft
 from qlass import UserError, device, models
@@ -41,8 +40,8 @@ PAPER = settings_of(sft, "--preset", "paper", "--run", "none")
 SETTINGS = dataclasses.replace(PAPER, batch=3, lr=0.01, epochs=6, save_every=2)
 
 
-def test_an_update_is_clipped_to_norm_1_and_has_its_learning_rate(tmp_path):
-    log, model = Training(tmp_path / "model", SETTINGS, {}, {}), nn.Linear(2, 1)
+def test_an_update_is_clipped_to_norm_1_and_has_its_learning_rate():
+    log, model = Training(Path("model"), SETTINGS, {}, {}), nn.Linear(2, 1)
     log.resume(model, models.adamw([(model, SETTINGS.lr)], "adamw"), sizes=[1] * 30)
     for weight in model.parameters():
         weight.grad = torch.full_like(weight, 5.0)
@@ -53,10 +52,10 @@ def test_an_update_is_clipped_to_norm_1_and_has_its_learning_rate(tmp_path):
     assert log.optimizer.param_groups[0]["lr"] == SETTINGS.lr / 2  # the first of two updates of warm-up
 
 
-def test_the_loss_of_an_update_is_the_mean_over_what_the_agent_wrote(tmp_path):
+def test_the_loss_of_an_update_is_the_mean_over_what_the_agent_wrote():
     """Not over examples, whatever their lengths."""
     examples = [*EXAMPLES[:2], sft.Example([3, 5, 6, 7, 1], [sft.NO_TARGET, 5, 6, 7, 1])]
-    log, model = Training(tmp_path / "model", SETTINGS, {}, {}), tiny_lm(CHAT)
+    log, model = Training(Path("model"), SETTINGS, {}, {}), tiny_lm(CHAT)
     expected = sft.sft_loss(model, examples).item() / (2 + 2 + 4)
     sft.train(model, examples, [], dataclasses.replace(SETTINGS, epochs=1), log)
     assert log.lines[0]["loss"] == pytest.approx(expected, rel=1e-4)
@@ -70,7 +69,7 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([weight.detach().flatten() for weight in model.parameters()])
 
 
-def fit(folder: Path, stop: int | None = None, losses: list = LOSSES, **more):
+def fit(stop: int | None = None, losses: list = LOSSES, folder: Path = Path(), **more):
     """Clone ten examples in updates of three; `losses` are the validation's. Raises Stopped before update `stop`.
     Returns the weights at the end, figures, and the weights after each epoch."""
     folder.mkdir(exist_ok=True)
@@ -95,19 +94,19 @@ def fit(folder: Path, stop: int | None = None, losses: list = LOSSES, **more):
 
 
 @pytest.mark.parametrize(("losses", "epochs", "best"), [(LOSSES, 4, 2), ([3, 4, 2, 4, 1, 4], 6, 5), ([None] * 6, 6, 6)])
-def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(tmp_path, losses, epochs, best):
-    final, figures, weights = fit(tmp_path, losses=losses)
+def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(losses, epochs, best):
+    final, figures, weights = fit(losses=losses)
     assert (len(weights), figures["best_epoch"], figures["steps"]) == (epochs, best, 4 * epochs)
     assert final.equal(weights[best - 1])
     assert [entry["validation"] for entry in figures["curve"]] == losses[:epochs]
 
 
-def test_a_best_state_of_another_epoch_is_refused(tmp_path):
+def test_a_best_state_of_another_epoch_is_refused():
     """Epoch 3 was the best, and its end is after the last state. Those that go on find another loss."""
     with pytest.raises(Stopped):
-        fit(tmp_path, 13, [9.0, 7.0, 5.0], save_every=11)
+        fit(13, [9.0, 7.0, 5.0], save_every=11)
     with pytest.raises(UserError, match="its best state is of epoch 3, and the best is 2"):
-        fit(tmp_path, losses=[9.0, 7.0, 8.0, 8.0], save_every=11)
+        fit(losses=[9.0, 7.0, 8.0, 8.0], save_every=11)
 
 
 STOPS = [  # before which updates, with which validations, and moments in how many bits
@@ -121,31 +120,31 @@ STOPS = [  # before which updates, with which validations, and moments in how ma
 
 
 @pytest.mark.parametrize(("stops", "losses", "optim"), STOPS)
-def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp_path, stops, losses, optim):
+def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(stops, losses, optim):
     if optim != "adamw":
         pytest.importorskip("bitsandbytes")
-    expected, figures, _ = fit(tmp_path / "one", losses=losses, optim=optim)
+    expected, figures, _ = fit(None, losses, Path("one"), optim=optim)
     for stop in stops:
         with pytest.raises(Stopped):
-            fit(tmp_path / "parts", stop, losses, save_every=3, optim=optim)
+            fit(stop, losses, save_every=3, optim=optim)
     for epochs in (True, False):  # at last as if stopped between the last epoch and the end of the stage
-        final, again, weights = fit(tmp_path / "parts", losses=losses, save_every=3, optim=optim)
+        final, again, weights = fit(None, losses, save_every=3, optim=optim)
         assert final.equal(expected) and again == figures and bool(weights) == epochs
-    logs = [list(read_jsonl(tmp_path / name / "model.log.jsonl")) for name in ("one", "parts")]
-    assert logs[0] == logs[1]
-    assert [line["step"] for line in logs[0] if "lr" in line] == list(range(1, figures["steps"] + 1))
+    log = read_jsonl(Path("model.log.jsonl"))
+    assert log == read_jsonl(Path("one/model.log.jsonl"))
+    assert [line["step"] for line in log if "lr" in line] == list(range(1, figures["steps"] + 1))
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("one"))
+    return fit(folder=tmp_path_factory.mktemp("one"))
 
 
-def stopped(folder: Path) -> Path:
+def stopped() -> Path:
     """A training that was stopped; returns its last state."""
     with pytest.raises(Stopped):
-        fit(folder, 9, save_every=3)
-    return folder / "model.parts" / "last.safetensors"
+        fit(9, save_every=3)
+    return Path("model.parts/last.safetensors")
 
 
 def full_disk(name: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -186,14 +185,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_one_line_and_the_next_start_goes_on_as_if_it_had_not_been(fault, tmp_path, monkeypatch, unbroken):
+def test_a_fault_is_one_line_and_the_next_start_goes_on_as_if_it_had_not_been(fault, monkeypatch, unbroken):
     spoil, says = FAULTS[fault]
-    last = stopped(tmp_path)
+    last = stopped()
     with monkeypatch.context() as patch, pytest.raises(UserError, match=says) as error:
         spoil(patch)
-        fit(tmp_path, save_every=3)
-    assert str(error.value).startswith(str(tmp_path)) and "\n" not in str(error.value)
-    final, figures, weights = fit(tmp_path, save_every=3)
+        fit(save_every=3)
+    assert str(error.value).startswith("model") and "\n" not in str(error.value)
+    final, figures, weights = fit(save_every=3)
     assert final.equal(unbroken[0]) and figures == unbroken[1] and len(weights) == 2
     assert {file.name for file in last.parent.iterdir()} == {"last.safetensors", "best.safetensors"}
 
@@ -230,67 +229,49 @@ SPOILT_STATES = {  # a weight that a state lacks would keep what it was at the s
 
 
 @pytest.mark.parametrize("name", SPOILT_STATES)
-def test_a_state_of_another_kind_is_refused_in_one_line(name, tmp_path):
+def test_a_state_of_another_kind_is_refused_in_one_line(name):
     spoil, says = SPOILT_STATES[name]
-    spoil(stopped(tmp_path))
+    spoil(stopped())
     with pytest.raises(UserError, match=f"can't be read; delete .*model.parts to begin again: .*{says}") as error:
-        fit(tmp_path)
+        fit()
     assert "\n" not in str(error.value) and not Path("struck").exists()
     pickle.loads(pickle.dumps(Evil()))
     assert Path("struck").exists()  # as it would where it is loaded
 
 
-def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(tmp_path, capsys):
-    out, parts = tmp_path / "model", tmp_path / "model.parts"
+def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(capsys):
+    out, parts = Path("model"), Path("model.parts")
 
     def is_complete(**more: object) -> bool:
-        log = Training(out, dataclasses.replace(SETTINGS, run=tmp_path, **more), {}, {})
+        log = Training(out, dataclasses.replace(SETTINGS, run=Path(), **more), {}, {})
         log.lock.release()
         return log.complete
 
     with pytest.raises(Stopped):
-        fit(tmp_path, 5)
+        fit(5)
     assert not is_complete(save_every=9, micro_tokens=5)  # what rounds may differ
     is_complete(lr=0.2, overwrite=True)  # stopped before its first state, which alone ends the older ones
     assert not is_complete() and (parts / "last.safetensors").exists()
-    log = (tmp_path / "model.log.jsonl").read_text()
+    log = Path("model.log.jsonl").read_text()
     with pytest.raises(Stopped):
-        fit(tmp_path, 1, lr=0.2, overwrite=True)
-    assert (tmp_path / "model.log.jsonl").read_text() == log
+        fit(1, lr=0.2, overwrite=True)
+    assert Path("model.log.jsonl").read_text() == log
     with pytest.raises(Stopped):
-        fit(tmp_path, 5, lr=0.2, overwrite=True)
-    rates = [line["lr"] for line in read_jsonl(tmp_path / "model.log.jsonl") if "lr" in line]
+        fit(5, lr=0.2, overwrite=True)
+    rates = [line["lr"] for line in read_jsonl(Path("model.log.jsonl")) if "lr" in line]
     assert len(rates) == 5 and max(rates) == 0.2  # from the first update on
-    parts.rename(tmp_path / "other")
+    parts.rename("other")
     out.mkdir()
     assert is_complete() and not is_complete(overwrite=True)
-    (tmp_path / "other").rename(parts)
+    Path("other").rename(parts)
     assert not is_complete(lr=0.2)  # the old one is there, the new one is being made
     assert "is complete; --overwrite trains it again" in capsys.readouterr().out
 
 
-class Copies(TorchDispatchMode):
-    """The copies of matrices in bf16 that a block makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16 and out.dim() == 2:
-            self.made.append(torch._C._WeakTensorRef(out))
-        return out
-
-
-def test_gradient_checkpointing_keeps_no_copy_of_the_weights_in_bf16():
-    config = dataclasses.replace(SETTINGS, precision="bf16", gradient_checkpointing=True)
-    model = tiny_lm(CHAT, tie_word_embeddings=False).train()
-    models.prepare_training(model, config)
-    with device.autocast(config), Copies() as copies:
-        loss = sft.sft_loss(model, EXAMPLES)
-    assert len(copies.made) == 15 and sum(not copy.expired() for copy in copies.made) == 1  # the output layer's
-    assert loss.requires_grad
+def test_autocast_keeps_no_copy_of_the_weights_in_bf16():
+    """As gradient checkpointing would hold them all at once."""
+    with device.autocast(dataclasses.replace(SETTINGS, precision="bf16")):
+        assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
 
 
 def test_moments_in_8_bits_are_not_divided(monkeypatch):
@@ -328,22 +309,21 @@ def launch(main, argv: list[str], code: int, n: int = 2) -> None:
 
 TRAININGS = [  # a stage, what it learns from and how, and the number of processes that go on
     ("sft", "--n-expert 5", 2),
-    ("sft", "--expert {expert} --model {agent} --gradient-checkpointing", 3),  # whose output layer is tied
-    ("sft", "--expert {expert} --model {agent} --lora 2", 2),
-    ("train_qnet", "--preset paper --sft {agent} --labels {labels} --max-tokens 40 --lr 1e-3", 1),
-    ("train_qnet", "--preset paper --sft {agent} --labels {labels} --max-tokens 40 --lora 2", 2),
+    ("sft", "--expert mine.jsonl --model {agent} --gradient-checkpointing", 3),  # whose output layer is tied
+    ("sft", "--expert mine.jsonl --model {agent} --lora 2", 2),
+    ("train_qnet", "--preset paper --sft {agent} --labels labels.jsonl --max-tokens 40 --lr 1e-3", 1),
+    ("train_qnet", "--preset paper --sft {agent} --labels labels.jsonl --max-tokens 40 --lora 2", 2),
 ]
 
 
 @pytest.mark.parametrize(("stage", "flags", "n"), TRAININGS)
-def test_processes_share_the_work_and_train_what_one_does(stage, flags, n, tmp_path, agent, fake_world, monkeypatch):
+def test_processes_share_the_work_and_train_what_one_does(stage, flags, n, agent, fake_world, monkeypatch):
     """Also where they are stopped and started again."""
-    labels, expert = tmp_path / "labels.jsonl", tmp_path / "mine.jsonl"
     tasks = [f"train{i}" for i in range(5)]
-    labels.write_text(dump([node for task in tasks for node in labelled_tree(task)]))
-    expert.write_text(dump([demonstrate(FakeEnv(name="frozenlake"), task) for task in tasks]))
-    common = f"--env frozenlake --run {tmp_path} --epochs 2 --micro-tokens 40 --batch 4 --save-every 1 "
-    argv = (common + flags.format(agent=agent, labels=labels, expert=expert)).split()
+    Path("labels.jsonl").write_text(dump([node for task in tasks for node in labelled_tree(task)]))
+    Path("mine.jsonl").write_text(dump([demonstrate(FakeEnv(name="frozenlake"), task) for task in tasks]))
+    common = "--env frozenlake --run . --epochs 2 --micro-tokens 40 --batch 4 --save-every 1 "
+    argv = (common + flags.format(agent=agent)).split()
     one, two = ([*argv, "--out", name] for name in ("by-1", "by-2"))
     main = importlib.import_module(stage).main
     main(one)
@@ -359,12 +339,12 @@ def test_processes_share_the_work_and_train_what_one_does(stage, flags, n, tmp_p
         patch.setattr(Training, "end_update", stopping)
         launch(main, two, 7)
     launch(main, two, 0, n)
-    alone, both = (meta_of(tmp_path / name) for name in ("by-1", "by-2"))
+    alone, both = (meta_of(Path(name)) for name in ("by-1", "by-2"))
     losses, ours = ([epoch["loss"] for epoch in meta["curve"]] for meta in (alone, both))
     assert losses == pytest.approx(ours, rel=1e-4)
-    assert alone["tokens"] == both["tokens"] and not (tmp_path / "by-2.parts").exists()
-    for file in (tmp_path / "by-1").glob("*.safetensors"):
-        weights = load_file(tmp_path / "by-2" / file.name)
+    assert alone["tokens"] == both["tokens"] and not Path("by-2.parts").exists()
+    for file in Path("by-1").glob("*.safetensors"):
+        weights = load_file(Path("by-2", file.name))
         for name, weight in load_file(file).items():  # Adam makes a step of a gradient that is rounding alone
             far = (weights[name] - weight).abs()
             assert far.mean() < 1e-5 and far.max() < 1e-3, name

@@ -1,7 +1,7 @@
 """Tree searches and retry on written worlds: what they find, when they stop, that they read no reward, their costs."""
 
 import math
-import shutil
+from pathlib import Path
 
 import pytest
 from fakes import WORLD, FakeEnv, Script, path_of, run, say, true_q, word_chat
@@ -185,7 +185,7 @@ def test_on_slippery_ice_a_search_does_not_foresee_the_slips(name, settings):
     assert len(looks) == len(set(looks)) > 1
 
 
-def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, search):
+def test_lines_say_their_settings_and_the_report_reads_them(search):
     records = search("--method", "lookahead", "beam", "mcts", "particles", "-S", "1", "2", "-N", "3")
     players = {(r["method"], r["M"], r["N"], r["player"]) for r in records}
     assert ("lookahead", 2, 1, "gamma=0.9") in players and ("particles", 1, 3, "tau=0.1 gamma=0.9") in players

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from fakes import SHARED, fork, recorded
@@ -53,8 +54,8 @@ def test_a_stream_reads_what_json_reads(tmp_path_factory, values, indent, size):
         ('["\udcff"]', "can't be read"),
     ],
 )
-def test_a_stream_that_is_no_json_list(tmp_path, monkeypatch, text, reason):
-    path = tmp_path / "items.json"
+def test_a_stream_that_is_no_json_list(monkeypatch, text, reason):
+    path = Path("items.json")
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     monkeypatch.setattr(catalogue, "CHUNK", 3)
     with pytest.raises(UserError, match=reason):
@@ -62,8 +63,8 @@ def test_a_stream_that_is_no_json_list(tmp_path, monkeypatch, text, reason):
 
 
 @pytest.mark.parametrize("field", ["name", "full_description", "small_description"])
-def test_a_product_without_a_text_is_refused(crowd, tmp_path, field):
-    folder = shutil.copytree(crowd, tmp_path / "data")
+def test_a_product_without_a_text_is_refused(crowd, field):
+    folder = shutil.copytree(crowd, Path("data"))
     items = folder / "items_shuffle.json"
     products = json.loads(items.read_text())
     products[1][field] = None
@@ -72,8 +73,8 @@ def test_a_product_without_a_text_is_refused(crowd, tmp_path, field):
         store.open_store(folder)
 
 
-def test_a_store_is_made_once_for_its_sources(crowd, tmp_path, monkeypatch):
-    folder, builds, build = shutil.copytree(crowd, tmp_path / "data"), [], store.build
+def test_a_store_is_made_once_for_its_sources(crowd, monkeypatch):
+    folder, builds, build = shutil.copytree(crowd, Path("data")), [], store.build
     monkeypatch.setattr(store, "SMALL", 0)
     monkeypatch.setattr(store, "build", lambda *args: builds.append(1) or build(*args))
 
@@ -90,7 +91,7 @@ def test_a_store_is_made_once_for_its_sources(crowd, tmp_path, monkeypatch):
     (first, *others), number = shop_at()
     assert (number, others) == (2, products[1:]) and first != products[0]
     assert len([*folder.glob(".webshop-*/products")]) == 1
-    assert shop_at(tmp_path / "cache") == ([first, *others], 3)
+    assert shop_at(Path("cache")) == ([first, *others], 3)
     with pytest.raises(UserError, match="cache=DIR"):  # where none can be written
         shop_at(items / "cache")
 
@@ -100,28 +101,28 @@ def forked(*calls):
     return [process.join() or process.exitcode for process in processes]
 
 
-def test_a_build_that_was_killed_is_done_anew_and_once_by_several_processes(crowd, tmp_path, monkeypatch):
-    log, build = tmp_path / "log", store.build
+def test_a_build_that_was_killed_is_done_anew_and_once_by_several_processes(crowd, monkeypatch):
+    log, build = Path("log"), store.build
 
     def killed():
         search.Indexer.finish = lambda self, rank: os._exit(9)
-        store.open_store(crowd, cache=tmp_path)
+        store.open_store(crowd, cache=Path())
 
     def told(*args):
         with open(log, "a") as file:
             file.write("built\n")
         build(*args)
 
-    assert forked(killed) == [9] and len([*tmp_path.glob("..webshop-*/products")]) == 1
+    assert forked(killed) == [9] and len([*Path().glob("..webshop-*/products")]) == 1
     monkeypatch.setattr(store, "build", told)
-    codes = forked(*[lambda: os._exit(len(store.open_store(crowd, cache=tmp_path).products) % 256)] * 3)
+    codes = forked(*[lambda: os._exit(len(store.open_store(crowd, cache=Path()).products) % 256)] * 3)
     assert codes == [300 % 256] * 3 and log.read_text() == "built\n"
-    assert not [*tmp_path.glob("..webshop-*/products")] and len([*tmp_path.glob(".webshop-*/products")]) == 1
+    assert not [*Path().glob("..webshop-*/products")] and len([*Path().glob(".webshop-*/products")]) == 1
 
 
-def test_an_index_is_no_part_of_the_data(crowd, tmp_path, monkeypatch):
+def test_an_index_is_no_part_of_the_data(crowd, monkeypatch):
     monkeypatch.setattr(store, "SMALL", 0)
-    folder = shutil.copytree(crowd, tmp_path / "data")
+    folder = shutil.copytree(crowd, Path("data"))
     before = fingerprint(folder)
     config = Sampling(env="webshop", env_option=(f"data={folder}",))
     assert envs.from_config(config).settings["env_files"] == {"data": before}
@@ -129,8 +130,8 @@ def test_an_index_is_no_part_of_the_data(crowd, tmp_path, monkeypatch):
 
 
 @recorded
-def test_a_kept_store_is_the_shop(tmp_path):
-    first, *others = (engine.Shop(SHARED, cache=cache) for cache in (None, tmp_path, tmp_path))
+def test_a_kept_store_is_the_shop():
+    first, *others = (engine.Shop(SHARED, cache=cache) for cache in (None, Path(), Path()))
     for shop in others:
         for name in ("products", "goals", "prices"):
             assert [*getattr(shop, name)] == [*getattr(first, name)]
