@@ -25,8 +25,8 @@ RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "reward": 1, "token
 QLASS = {"method": "qlass", "M": 2}
 
 
-def write(path: Path, records: list[dict]) -> None:
-    path.write_text(dump(records))
+def write(path: Path | str, records: list[dict]) -> None:
+    Path(path).write_text(dump(records))
 
 
 def parts_of(*arguments: object) -> dict[str, results.Group]:
@@ -34,9 +34,9 @@ def parts_of(*arguments: object) -> dict[str, results.Group]:
     return {str(group.condition): group for group in results.read_results(sources)}
 
 
-def groups_in(folder: Path, records: list[dict]) -> dict[str, results.Group]:
-    write(folder / "results.jsonl", [RESULT | record for record in records])
-    return parts_of(folder)
+def groups_in(records: list[dict]) -> dict[str, results.Group]:
+    write("results.jsonl", [RESULT | record for record in records])
+    return parts_of(".")
 
 
 def differences(groups: dict[str, results.Group]) -> dict[tuple[str, str], dict[str, str]]:
@@ -48,16 +48,16 @@ def differences(groups: dict[str, results.Group]) -> dict[tuple[str, str], dict[
 
 
 @pytest.mark.parametrize("label", ["half", "Q", "best", "agent, greedy"])
-def test_ids_stay_text_and_rows_differ_by_player_budget_and_label(label, tmp_path):
+def test_ids_stay_text_and_rows_differ_by_player_budget_and_label(label):
     """pandas alone reads "007" as 7. A label may be a part of a method's name. But a chat model's own name, which
     stands in the names of its methods, is no label beside it."""
     methods = {"rule: first": {"method": "rule", "player": "first"}, "agent, greedy": {}, "QLASS M=2": QLASS}
     methods["best-of-N, picked by QNet N=4"] = {"method": "best_of_n", "N": 4, "select": "q"}
     rows = [row | {"label": own} for row in methods.values() for own in ("", label)]
-    groups = groups_in(tmp_path, [row | {"task_id": task} for row in rows for task in ("007", "7", 12)])
+    groups = groups_in([row | {"task_id": task} for row in rows for task in ("007", "7", 12)])
     assert groups.keys() > methods.keys() and sum(f" [{label}]" in name for name in groups) == len(groups) / 2 == 4
     assert list(groups["agent, greedy"].values("reward").index) == [("007", 0), ("12", 0), ("7", 0)]
-    assert groups_in(tmp_path, [{"agent": label, "label": label}]).keys() == {f"{label}, greedy"}
+    assert groups_in([{"agent": label, "label": label}]).keys() == {f"{label}, greedy"}
 
 
 def test_the_table_by_hand():
@@ -77,21 +77,21 @@ def test_the_table_by_hand():
     assert table["reward [95 %]"]["best-of-N, picked by QNet N=2"] == "0.500 [0.255, 0.745]"
 
 
-def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played(tmp_path):
+def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played():
     played = [(1, 0, 1), (2, 0, 0), (3, 0, 1), (4, 0, 1), (1, 1, 1), (2, 1, 1)]
     records = [{"task_id": f"t{t}", "seed": s, "reward": r, "tokens": {"prompt": 10 * t}} for t, s, r in played]
-    (group,) = groups_in(tmp_path, records).values()
+    (group,) = groups_in(records).values()
     assert (group.reward.mean, group.reward.n, group.mean("total")) == (0.75, 2, 15)
 
 
-def test_tokens_of_all_names_count(tmp_path):
-    (group,) = groups_in(tmp_path, [{"tokens": {"prompt": 1, "scored": 2, "of another model": 4}}]).values()
+def test_tokens_of_all_names_count():
+    (group,) = groups_in([{"tokens": {"prompt": 1, "scored": 2, "of another model": 4}}]).values()
     assert group.mean("total") == 7
 
 
-def test_the_differences_by_hand(tmp_path):
-    shutil.copy(RESULTS, tmp_path / "results_avg.jsonl")
-    groups = parts_of(RESULTS, f"target avg={tmp_path}")
+def test_the_differences_by_hand():
+    shutil.copy(RESULTS, "results_avg.jsonl")
+    groups = parts_of(RESULTS, "target avg=.")
     table = differences(groups)
     # Seed 0 is shared: .5, 0, 0, .5. The resampled mean is Binomial(4, 1/2) / 8, whose 95 % are 0 to .5.
     headline, _ = tables.headlines(list(groups.values()))
@@ -100,7 +100,7 @@ def test_the_differences_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize("player", ["", "untried"])
-def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_their_cost(player, tmp_path):
+def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_their_cost(player):
     played = "qlass 2 1 152, qlass 4 1 999, likeliest 2 1 99, vote 2 1 100"
     played += ", best_of_n 1 2 140, best_of_n 1 3 150, best_of_n 1 8 999"
     records = []
@@ -109,55 +109,55 @@ def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_the
         row["player"] = player if method == "vote" else ""
         records += [row | {"task_id": task, "tokens": {"generated": int(cost)}} for task in "ab"]
     met: dict[str, list] = {}
-    for a, b in differences(groups_in(tmp_path, records)):
+    for a, b in differences(groups_in(records)):
         met.setdefault(a, []).append(b.removeprefix("best-of-N, picked by QNet "))
     assert met["QLASS M=2"] == ["search by log-probability M=2", "N=3", "N=2"]
     assert met[f"vote{player and ': '}{player} M=2"] == ["search by log-probability M=2", "N=2", "QLASS M=2"]
 
 
-def test_the_headline_is_about_the_tasks_that_all_have_played(tmp_path):
+def test_the_headline_is_about_the_tasks_that_all_have_played():
     """Of four tasks greedy earns none; search by log-probability plays two and earns one, QLASS earns three."""
     played = {("greedy", 1, "a"): "0000", ("likeliest", 2, "a"): "01", ("qlass", 2, "a, 1 epoch, rank"): "0111"}
     records = []
     for (name, m, label), rewards in played.items():
         row = {"method": name, "M": m, "label": label}
         records += [row | {"task_id": task, "reward": int(reward)} for task, reward in enumerate(rewards)]
-    rows = list(groups_in(tmp_path, records).values())
+    rows = list(groups_in(records).values())
     (headline,) = tables.headlines(rows)
     start = r"lake: QLASS .a, 1 epoch, rank. M=2 earns 0\.500 \[.* on 2 tasks; \+0\.500 \[.*; \+0\.000 \["
     assert re.match(start, headline)
     assert list(tables.results_table(rows, rows)["minus greedy"].str[:6]) == ["", "+0.500", "+0.750"]
 
 
-def test_the_headline_is_about_the_most_candidates(tmp_path):
+def test_the_headline_is_about_the_most_candidates():
     """M = 6 rather than M = 2 in each of two episodes, which stand behind it in the table."""
     sizes = {(1, 1): "greedy", (6, 1): "qlass", (2, 2): "qlass"}
     records = [{"method": name, "M": m, "N": n, "select": "q" * (n > 1)} for (m, n), name in sizes.items()]
-    (headline,) = tables.headlines(list(groups_in(tmp_path, records).values()))
+    (headline,) = tables.headlines(list(groups_in(records).values()))
     assert "QLASS M=6 earns" in headline
 
 
-def test_no_headline_is_about_rivals_that_share_no_task(tmp_path):
+def test_no_headline_is_about_rivals_that_share_no_task():
     played = {"greedy": "ab", "likeliest": "cd", "qlass": "abcd"}
     records = [{"method": m, "M": 1 + (m != "greedy"), "task_id": t} for m, tasks in played.items() for t in tasks]
-    assert not [*tables.headlines(list(groups_in(tmp_path, records).values()))]
+    assert not [*tables.headlines(list(groups_in(records).values()))]
 
 
-def test_a_sample_far_below_greedy_is_told(tmp_path):
+def test_a_sample_far_below_greedy_is_told():
     records = [
         {"method": m, "task_id": task, "reward": m == "greedy"} for m in ("greedy", "sample") for task in "abcdef"
     ]
-    line, _ = tables.notes(list(groups_in(tmp_path, records).values()))
+    line, _ = tables.notes(list(groups_in(records).values()))
     assert line.startswith("lake: one sample is below the greedy agent: -1.000 [") and "--temperature" in line
 
 
-def test_expected_ranges_are_checked(tmp_path):
+def test_expected_ranges_are_checked():
     head = "environment,method,M,N,select,low,high,tasks"
     rows = ["lake,greedy,1,1,,0.70,0.73,1", "lake,qlass,2,1,,0.76,0.80,1", "lake,qlass,6,1,,0.76,0.80,431"]
-    (tmp_path / "expected.csv").write_text("\n".join([head, *rows, "webshop,greedy,1,1,,0.1,0.2,1"]))
+    Path("expected.csv").write_text("\n".join([head, *rows, "webshop,greedy,1,1,,0.1,0.2,1"]))
     played = [{"reward": 0.71}, QLASS | {"reward": 0.7596}, QLASS | {"reward": 0.79, "label": "half"}]
-    groups = groups_in(tmp_path, [*played, QLASS | {"M": 6, "reward": 0.7}])
-    assert expected.verdicts(list(groups.values()), expected.read_ranges(tmp_path / "expected.csv")) == [
+    groups = groups_in([*played, QLASS | {"M": 6, "reward": 0.7}])
+    assert expected.verdicts(list(groups.values()), expected.read_ranges(Path("expected.csv"))) == [
         "agent, greedy 0.7100, expected 0.7 to 0.73: ok",
         "QLASS M=2 0.7596, expected 0.76 to 0.8: not as expected",
         "QLASS M=6 0.7000, expected 0.76 to 0.8: not compared, as this is over 1 tasks, and the range over 431",
@@ -169,10 +169,10 @@ def test_expected_ranges_are_checked(tmp_path):
 PROTOCOL = {"environment": "lake", "version": "0", "options": [], "data": {}, "max_steps": None, "temperature": 0.7}
 
 
-def run_folder(folder, seed=0, sft="a", qnet="b", learned=()) -> str:
+def run_folder(folder: str, seed=0, sft="a", qnet="b", learned=()) -> str:
     """Results of greedy, qlass and a rule with metadata as the stages write them."""
     for name in ("sft", "qnet"):
-        (folder / name).mkdir(parents=True)
+        Path(folder, name).mkdir(parents=True)
     inputs = {"sft": "sft", "qnet": "qnet"}
     metas = {
         "sft": {"recipe": {"seed": seed, "epochs": 12}, "inputs": {}, "tasks": learned},
@@ -180,30 +180,30 @@ def run_folder(folder, seed=0, sft="a", qnet="b", learned=()) -> str:
         "results": {"recipe": {"seed": seed, "sft": sft, "qnet": qnet}, "inputs": inputs, "protocol": PROTOCOL},
     }
     for name, meta in metas.items():
-        write(folder / f"{name}.meta.json", [meta])
+        write(f"{folder}/{name}.meta.json", [meta])
     methods = ("greedy", 1), ("qlass", 2), ("rule", 1)
     records = [RESULT | {"task_id": t, "method": m, "M": n, "seed": seed} for t in "xy" for m, n in methods]
-    write(folder / "results.jsonl", records)
-    return str(folder)
+    write(f"{folder}/results.jsonl", records)
+    return folder
 
 
-def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_but_not_one_model_as_two_trainings(tmp_path, capsys):
-    folders = [run_folder(tmp_path / f"seed{n}", n, f"a{n}", f"b{n}") for n in range(3)]
-    folders[1] = str((tmp_path / "seed1").rename(tmp_path / "moved"))
+def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_but_not_one_model_as_two_trainings(capsys):
+    folders = [run_folder(f"seed{n}", n, f"a{n}", f"b{n}") for n in range(3)]
+    folders[1] = str(Path("seed1").rename("moved"))
     assert {len(group.episodes) for group in parts_of(*folders).values()} == {6}
     assert capsys.readouterr().err == ""
-    parts_of(folders[0], run_folder(tmp_path / "again", 7, "a0", "other"))
+    parts_of(folders[0], run_folder("again", 7, "a0", "other"))
     assert capsys.readouterr().err == "warning: lake: one agent under two --seed, so not two trainings\n"
 
 
-def test_what_is_to_be_minded_is_on_the_page(tmp_path, capsys):
-    file, parts = tmp_path / "results.jsonl", tmp_path / "results.jsonl.parts"
+def test_what_is_to_be_minded_is_on_the_page(capsys):
+    file = "results.jsonl"
     write(file, [RESULT, RESULT | {"task_id": "b", "cut_prompts": 3}, RESULT | {"method": "sample"}])
-    write(tmp_path / "results.meta.json", [{"recipe": {"sft": "of before"}, "inputs": {"sft": "agent.json"}}])
-    (tmp_path / "agent.json").touch()
-    parts.mkdir()
-    report.main(["--run", str(tmp_path)])
-    texts = capsys.readouterr().err, Page(tmp_path / "report.html").words, (tmp_path / "report.md").read_text()
+    write("results.meta.json", [{"recipe": {"sft": "of before"}, "inputs": {"sft": "agent.json"}}])
+    Path("agent.json").touch()
+    Path("results.jsonl.parts").mkdir()
+    report.main(["--run", "."])
+    texts = capsys.readouterr().err, Page().words, Path("report.md").read_text()
     stale = f"{file} was made from another agent.json than there is now: make it again"
     few = "lake: rows over 1 tasks and over 2: means may differ"
     cut = "agent, greedy: 3 prompts lost their oldest turns"
@@ -211,11 +211,11 @@ def test_what_is_to_be_minded_is_on_the_page(tmp_path, capsys):
         assert all(warning in text for text in texts)
 
 
-def test_tasks_that_a_checkpoint_has_learned_from_are_counted(tmp_path, monkeypatch):
+def test_tasks_that_a_checkpoint_has_learned_from_are_counted(monkeypatch):
     monkeypatch.setattr(FakeEnv, "subject", lambda self, task: task.replace("x", "z"))  # x and z want one product
     monkeypatch.setattr("environments.environment_class", lambda name: FakeEnv)
     monkeypatch.setattr("reporting.results.environment_class", lambda name: FakeEnv)
-    folder, elsewhere = Path(run_folder(tmp_path / "run", learned=["z"])), tmp_path / "other"  # as --out writes it
+    folder, elsewhere = Path(run_folder("run", learned=["z"])).absolute(), Path("other")  # as --out writes it
     elsewhere.mkdir()
     shutil.copy(folder / "results.jsonl", elsewhere)
     meta = (folder / "results.meta.json").read_text()
@@ -233,30 +233,30 @@ def test_tasks_that_a_checkpoint_has_learned_from_are_counted(tmp_path, monkeypa
     (elsewhere / "results.meta.json").write_text(meta.replace('"sft": "sft"', '"judge sft": "../run/sft"'))
     assert "/sft has learned from 1 of 2 tasks" in warnings_of(elsewhere, settings)
     assert "settings.toml has not the settings of a run: " in warnings_of(folder, settings, "utf-16")
-    monkeypatch.undo()
+    monkeypatch.undo()  # and leave the folder
     for away in ('"away:Maze"', '"fake"\nenv_option = ["data=away"]'):
         text = settings.replace('"fake"\nenv_option = []', away)
         assert "whether its models have learned from its tasks is not known: " in warnings_of(folder, text)
 
 
-def test_the_protocol_stands_below_the_table(tmp_path, capsys):
-    folders = [run_folder(tmp_path / f"seed{n}", n, f"a{n}", f"b{n}") for n in (0, 1)]
-    report.main([*folders, "--out", str(tmp_path / "report.html")])
+def test_the_protocol_stands_below_the_table(capsys):
+    folders = [run_folder(f"seed{n}", n, f"a{n}", f"b{n}") for n in (0, 1)]
+    report.main([*folders, "--out", "report.html"])
     tasks = {"test": {"n": 2, "sha256": hashlib.sha256(b"x\ny\n").hexdigest()[:16]}}
     line, shown = f"Protocol of lake: {json.dumps(PROTOCOL | {'tasks': tasks})}", capsys.readouterr().out
-    assert line in shown.split("\n") and line in Page(tmp_path / "report.html").words
+    assert line in shown.split("\n") and line in Page().words
 
 
 # ----------------------------------------------------------------------------------------- the page and its pictures
 
 
 class Page(HTMLParser):
-    """Every start tag with its attributes, and all texts."""
+    """Every start tag of report.html with its attributes, and all texts."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.tags, self.words = [], ""
-        self.feed(path.read_text(encoding="utf-8"))
+        self.feed(Path("report.html").read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
@@ -265,14 +265,14 @@ class Page(HTMLParser):
         self.words += data + " "
 
 
-def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
-    shutil.copy(RESULTS, tmp_path / "results.jsonl")
-    (tmp_path / "settings.toml").write_text("[train_qnet]\nlr = 0.5\n")
-    write(tmp_path / "qnet.log.jsonl", [{"step": 1, "loss": 0.5, "lr": 1}, {"step": 1, "loss": 0.5, "epoch": 1}])
+def test_the_page_holds_everything_and_stays_by_itself():
+    shutil.copy(RESULTS, "results.jsonl")
+    Path("settings.toml").write_text("[train_qnet]\nlr = 0.5\n")
+    write("qnet.log.jsonl", [{"step": 1, "loss": 0.5, "lr": 1}, {"step": 1, "loss": 0.5, "epoch": 1}])
     env = read_jsonl(RESULTS)[0]["env"]
-    (tmp_path / "ranges").write_text(f"environment,method,M,N,select,low,high,tasks\n{env},greedy,1,1,,0.4,0.6,4")
-    report.main(["--run", str(tmp_path), "--trees", str(TREES), "--expected", str(tmp_path / "ranges")])
-    html = Page(tmp_path / "report.html")
+    Path("ranges").write_text(f"environment,method,M,N,select,low,high,tasks\n{env},greedy,1,1,,0.4,0.6,4")
+    report.main(["--run", ".", "--trees", str(TREES), "--expected", "ranges"])
+    html = Page()
     sections = ["summary", "results", "what-qnet-adds", "an-episode", "training", "trees", "inputs"]
     assert [attributes["id"] for tag, attributes in html.tags if tag == "section"] == sections
     links = [attributes[name] for _, attributes in html.tags for name in ("src", "href") if name in attributes]
@@ -284,14 +284,14 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     assert html.words.index("Rules and oracles") < html.words.index("best-of-N, picked by true reward (oracle) N=2")
 
 
-def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
+def test_a_tree_is_drawn_labelled_or_not(capsys):
     """The task, each node's action and its q or its branch; without --task the largest tree."""
     lines = [node for node in read_jsonl(TREES) if node["task_id"] == "train_0"]
     unlabelled = [{k: v for k, v in node.items() if k not in ("q", "q_raw")} for node in lines]
     for nodes in (lines, unlabelled):
-        write(tmp_path / "q_labels.jsonl", [nodes[0] | {"task_id": "small", "nodes": 1}, *nodes])
-        tree.main(["--run", str(tmp_path)])
-        drawn = (tmp_path / "tree_train_0.svg").read_text()
+        write("q_labels.jsonl", [nodes[0] | {"task_id": "small", "nodes": 1}, *nodes])
+        tree.main(["--run", "."])
+        drawn = Path("tree_train_0.svg").read_text()
         assert f">{nodes[0]['task']}<" in drawn
         for node in nodes[1:]:
             below = "expert" if node["source"] == "expert" else f"branch {node['branch']}"
@@ -300,41 +300,44 @@ def test_a_tree_is_drawn_labelled_or_not(tmp_path, capsys):
     assert "tree_train_0.svg: the 6 nodes of task train_0" in capsys.readouterr().out
 
 
-def test_a_candidate_without_a_score_is_not_drawn(tmp_path):
+def drawn(step: dict, **more: str) -> str:
+    """What stands on the picture of an episode of one step."""
+    figures.save(figures.episode(RESULT | {"steps": [step]} | more), Path("a.svg"))
+    return "".join(ElementTree.parse("a.svg").getroot().itertext())
+
+
+def test_a_candidate_without_a_score_is_not_drawn():
     candidates = [{"action": f"Action: {word}", "q": q} for word, q in {"left": 0.2, "up": None, "right": 0.7}.items()]
-    step = {"action": "Action: left", "candidates": candidates}
-    figures.save(figures.episode(RESULT | {"steps": [step]}), tmp_path / "a.svg")
-    drawn = "".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
-    assert "step 1: right" in drawn and "left" in drawn and "up" not in drawn
+    text = drawn({"action": "Action: left", "candidates": candidates})
+    assert "step 1: right" in text and "left" in text and "up" not in text
 
 
-def test_what_xml_forbids_is_drawn_as_a_mark(tmp_path):
+def test_what_xml_forbids_is_drawn_as_a_mark():
     step = {"action": "Action: \x1b[1m", "candidates": [{"action": a, "q": 0.5} for a in ("Action: \x1b[1m", "\uffff")]}
-    figures.save(figures.episode(RESULT | {"task": "é\x00\n", "steps": [step]}), tmp_path / "a.svg")
-    drawn = "".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
-    assert "step 1: �[1m" in drawn and "é�" in drawn and drawn.count("�") == 3
+    text = drawn(step, task="é\x00\n")
+    assert "step 1: �[1m" in text and "é�" in text and text.count("�") == 3
 
 
-def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
+def test_text_of_a_model_or_an_environment_runs_nothing():
     """Texts of results and of a tree are scripts; the viewer, itself a script, writes text alone."""
     evil = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{trees}}"
     row = RESULT | {"task_id": evil, "env": evil, "task": evil, "label": evil}
-    write(tmp_path / "results.jsonl", [row, row | {"method": "qlass", "M": 2}])
+    write("results.jsonl", [row, row | {"method": "qlass", "M": 2}])
     texts = dict.fromkeys(("task_id", "task", "source", "observation"), evil)
     root = next(iter(read_jsonl(TREES))) | texts | {"nodes": 2}
-    write(tmp_path / "q_labels.jsonl", [root, root | {"node_id": 1, "parent_id": 0, "action": evil, "done": True}])
-    report.main(["--run", str(tmp_path)])
-    html = Page(tmp_path / "report.html")
+    write("q_labels.jsonl", [root, root | {"node_id": 1, "parent_id": 0, "action": evil, "done": True}])
+    report.main(["--run", "."])
+    html = Page()
     assert [tag for tag, _ in html.tags].count("script") == 2 and evil in html.words
     assert "innerHTML" not in html.words and all("onerror" not in attributes for _, attributes in html.tags)
 
 
-def test_the_viewer_shows_the_action_that_was_executed(tmp_path):
+def test_the_viewer_shows_the_action_that_was_executed():
     text = "<think>Action: a?</think>Thought: I see no Action: yet.\nAction: go: to sink 1"
     root = next(iter(read_jsonl(TREES))) | {"nodes": 2}
     child = root | {"node_id": 1, "parent_id": 0, "action": text, "done": True}
-    write(tmp_path / "trees.jsonl", [root, child])
-    ((_, node),) = json.loads(page.tree_data(tmp_path / "trees.jsonl"))["trees"]
+    write("trees.jsonl", [root, child])
+    ((_, node),) = json.loads(page.tree_data(Path("trees.jsonl")))["trees"]
     assert node["action"] == "go: to sink 1" and node["thought"].endswith("I see no Action: yet.")
 
 
@@ -345,10 +348,10 @@ const document = any;"""
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="no node runs the page's script")
-def test_labels_of_ones_own_are_drawn_and_shown(tmp_path):
+def test_labels_of_ones_own_are_drawn_and_shown():
     """Their roots have no `task`."""
     turn = {"role": "user", "content": "Hello"}
-    write(tmp_path / "rows.jsonl", [{"messages": [turn], "action": action, "value": 0.5} for action in "ab"])
+    write("rows.jsonl", [{"messages": [turn], "action": action, "value": 0.5} for action in "ab"])
     exec(code_on("files.md", "rows.jsonl"), {})
     tree.main(["--trees", "q_labels.jsonl"])
     html = page.render([], page.tree_data(Path("q_labels.jsonl")), [])
@@ -377,7 +380,7 @@ EARNED = "replaying them earned 1"
     ],
 )
 def test_a_demonstration_is_shown_and_replayed(record, says, not_said, fake_world, capsys):
-    write(Path("expert.jsonl"), [GOOD, record])
+    write("expert.jsonl", [GOOD, record])
     shutil.copy(PRESETS / "tiny" / "frozenlake.toml", "settings.toml")
     demonstration.main(["--run", ".", "--expert", "expert.jsonl", "--number", "2"])
     shown = capsys.readouterr().out
