@@ -126,6 +126,11 @@ def best(node: Any, gamma: float = 1.0) -> float:
 FIRST = start(FakeEnv(), "train0")
 
 
+def reverse(node: Any) -> Any:
+    """The same world, in which the best leaf is the worst."""
+    return {action: reverse(below) for action, below in node.items()} if isinstance(node, dict) else 1 - node
+
+
 def explore(
     env, task_id, rendering, depth=1, width=2, rollouts=64, with_expert=False, prune="branch", expert=None, steps=None
 ):

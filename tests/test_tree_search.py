@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, path_of, run, say, true_q, word_chat
+from fakes import WORLD, FakeEnv, Script, path_of, reverse, run, say, true_q, word_chat
 
 import envs
 from experiments import retry, tree_search
@@ -138,6 +138,13 @@ def test_light_particles_give_way_to_copies_of_the_heavy():
     assert (record["env_steps"], record["restores"], record["env_steps_replayed"], record["resets"]) == (12, 3, 15, 4)
 
 
+def slippery():
+    """Ice, its first task, and the seeds of its slips as they come."""
+    env, seeds = envs.make("frozenlake", map="4x4", slippery=True), []
+    env.reseed = lambda seed: (seeds.append(seed), type(env).reseed(env, seed))
+    return env, env.task_ids("all")[0], seeds
+
+
 def test_another_seed_gives_other_copies_and_other_slips():
     def copies(seed):  # one chain weighs .77, and three .077: of four it is to have 3.08, and chance makes it 3 or 4
         draw = lambda r: say("left" if r.key[1] else "right")  # noqa: E731
@@ -145,18 +152,13 @@ def test_another_seed_gives_other_copies_and_other_slips():
         return play("particles", 1, 4, q, draw, tau=0.1, gamma=1.0, seed=seed)[0]["restores"]
 
     def slips(seed):
-        env, seeds = envs.make("frozenlake", map="4x4", slippery=True), []
-        env.reseed = lambda luck: (seeds.append(luck), type(env).reseed(env, luck))
+        env, task, seeds = slippery()
         draw = lambda r: say("left", "down")  # noqa: E731
-        play("beam", k=1, env=env, task=env.task_ids("all")[0], q=lambda r: [0.1, 0.2], draw=draw, seed=seed)
+        play("beam", k=1, env=env, task=task, q=lambda r: [0.1, 0.2], draw=draw, seed=seed)
         return seeds
 
     assert len(set(map(copies, range(40)))) > 1 and copies(3) == copies(3)
     assert slips(0)[1] != slips(1)[1] and slips(1) == slips(1)
-
-
-def reverse(node):
-    return {action: reverse(below) for action, below in node.items()} if isinstance(node, dict) else 1 - node
 
 
 @pytest.mark.parametrize(("name", "settings"), [*BLIND, ("particles", {"tau": 0.1, "gamma": 0.9})])
@@ -171,10 +173,8 @@ def test_no_search_reads_rewards(name, settings):
 def test_on_slippery_ice_a_search_does_not_foresee_the_slips(name, settings):
     """What is played is what the same moves lead to without a search, unless it went through copies and says so. Each
     look has new random numbers."""
-    env, again = (envs.make("frozenlake", map="4x4", slippery=True) for _ in range(2))
-    seeds = []
-    env.reseed = lambda seed: (seeds.append(seed), type(env).reseed(env, seed))
-    task = env.task_ids("all")[0]
+    env, task, seeds = slippery()
+    again, *_ = slippery()
     draws = [Candidate(react("", move), 1, -1.0) for move in ("left", "down", "right", "up")]
     q = lambda r: list(uniforms(len(r.actions), len(r.state.messages)))  # noqa: E731
     record, moves, *_ = play(name, 4, task=task, env=env, q=q, draw=lambda r: draws, **settings)
