@@ -82,15 +82,6 @@ def test_packs_have_the_loss_and_gradients_of_the_pairs_one_by_one(
     torch.testing.assert_close(*(gradients(net, loss) for loss in losses), rtol=1e-4, atol=1e-6)
 
 
-def test_a_qnet_comes_back_from_its_folder(tmp_path):
-    net = qnet(word_chat(compact=True, stop=[])).eval()
-    net.save_pretrained(tmp_path)
-    again = QNet.from_pretrained(tmp_path)
-    assert again.chat.rendering == net.chat.rendering
-    requests = [Score(p.state, (p.action,)) for p in TREE]
-    assert again.score(requests) == net.score(requests)
-
-
 TREES = [pairs_of(labelled_tree(f"train{i}")) for i in range(5)]
 
 
