@@ -159,9 +159,6 @@ FAULTS = [  # no text may come from these
     ("not JSON's object", "it answers"),
     (404, "Error code: 404 .*not now"),
     (b"<html>the page of a gateway</html>", "it answers '<html>.*Invalid JSON"),
-    (b'data: {"choices": []}\n\ndata: [DONE]\n\n', "it answers 'data: .*Invalid JSON"),
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "it answers 'version .*Invalid JSON"),
-    (b"", "it answers '': .*Invalid JSON"),
 ]
 
 
@@ -249,7 +246,6 @@ def test_one_deadline_holds_for_one_question_whatever_the_server_does(monkeypatc
 @pytest.mark.parametrize(
     ("failures", "many", "speed", "lines"),
     [
-        ([hang], 1, 60, 2),
         ([503] * 6, 1, 60, 2),
         ([(429, 60)] * 2, 1, 60, 2),
         ([0] * 6, 1, 60, 2),
@@ -263,7 +259,6 @@ def test_a_server_that_comes_back_goes_on_and_both_are_told_each_time(
     use_clock(monkeypatch, speed)
     policy = agent_on(fake, sft)
     expected = texts(policy, request(many))
-    failures = [lambda body: hang(body, fake.connections[-1])] if failures == [hang] else failures
     for _ in range(2):
         fake.script += failures
         assert texts(policy, request(many)) == expected
