@@ -4,6 +4,7 @@ import dataclasses
 import math
 import runpy
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
