@@ -2,6 +2,7 @@
 # All five stages on WebShop's bundled catalogue with the tiny model; the agent, log-probability, QLASS and best-of-N play
 # 431 test tasks. Trees and results are made by as many processes as cores are idle, four at most.
 #   bash runs/demo.sh              in runs/webshop
+#   bash runs/demo.sh --halves     demonstrators who err, as in judges.sh --halves: three epochs of them, in runs/halves
 #   bash runs/demo.sh --check      docs/walkthrough.md's lake of sixteen cells in its place: a minute, in runs/lake
 set -eo pipefail
 ENV=webshop given=$RUN
@@ -17,10 +18,16 @@ if [ "$1" = --check ]; then
     echo "All five stages ran: ok. On our machine the agent reaches the goal from none of four starts, QLASS from three."
     exit
 fi
+if [ "$1" = --halves ]; then
+    shift
+    RUN=${given:-runs/halves} EXPECTED=  # no ranges are expected
+    stage -m experiments.demonstrators "${common[@]}" --run "$RUN" --kind halves --out "$RUN/halves.jsonl"
+    sft=(--expert "$RUN/halves.jsonl" --epochs 3) trees=(--prune tail --temperature 1) tasks=(--temperature 1)
+fi
 no_flags "$@"
 PROCESSES=${PROCESSES:-$(threads)}
 [ "$PROCESSES" -le 4 ] || PROCESSES=4
-trees=(--cache-gb 0.5) tasks=(--cache-gb 0.5)  # of each process
+trees+=(--cache-gb 0.5) tasks+=(--cache-gb 0.5)  # of each process
 clone                      # stage 1: behaviour cloning (sft.py)
 learn_q "$RUN" "$RUN/sft"  # stages 2 to 4: exploration trees, Bellman backup, QNet (build_trees, bellman, train_qnet)
 # Stage 5: Q-guided generation, and the baselines (q_search.py). runs/reproduce.sh plays every other policy, too.
