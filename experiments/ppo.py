@@ -67,13 +67,12 @@ def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.
 
     A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V(s_{t+1}) - V(s_t), and V = 0 after the end.
     """
-    T = len(values)
-    V = [*values, 0.0]
-    A = np.zeros(T + 1)
-    for t in reversed(range(T)):
-        r = reward if t == T - 1 else 0.0
-        A[t] = r + gamma * V[t + 1] - V[t] + gamma * lam * A[t + 1]
-    return A[:-1]
+    V = np.array([*values, 0.0])
+    A = gamma * V[1:] - V[:-1]  # d_t
+    A[-1:] += reward
+    for t in reversed(range(len(A) - 1)):
+        A[t] += gamma * lam * A[t + 1]
+    return A
 
 
 def advantages(group: Group, values: dict[State, float], gamma: float, lam: float) -> list[np.ndarray]:

@@ -55,7 +55,7 @@ from qlass.settings import Sampling, place, read_settings, run_stage, workload
 
 OPENAI = "https://api.openai.com/v1"
 EPISODES = 8  # side by side
-FIRST = 20  # answers, or several to a prompt, after which a doubt is told
+FIRST = 20  # prompts with several answers, after which a doubt is told
 Name = Literal["greedy", "sample", "best_of_n", "random", "qlass"]
 
 # ---------------------------------------------------------------------------------------- the model
@@ -209,11 +209,9 @@ class ChatModel(Remote):
         self.prompts[task, messages] = prompt
         answers, counts = [], self.counts
         for answer in written:
-            text, is_valid, is_clear = read_answer(answer.text, request.knows)
-            counts.update({"read": 1, "known": is_valid, "unclear": not is_clear, "empty": not text, answer.end: 1})
+            text, _, is_clear = read_answer(answer.text, request.knows)
+            counts.update({"unclear": not is_clear, "empty": not text, answer.end: 1})
             answers.append(dataclasses.replace(answer, text=text, prompt=prompt - before))
-            if counts["read"] == FIRST and not counts["known"]:
-                warn(f"the environment knows no action of the first {FIRST} answers, such as {text!r}: --examples 2")
         if len(written) > 1 and request.temperature != 0:
             counts.update(several=1, alike=len({answer.text for answer in written}) == 1)
             if counts["several"] == counts["alike"] == FIRST:
@@ -244,7 +242,7 @@ class ChatModel(Remote):
                 warn(f"{count} answers {PROBLEMS.get(name, f'ended with {name!r}')}")
 
 
-WELL = {"", "stop", "eos", "read", "known", "several", "alike"}
+WELL = {"", "stop", "eos", "several", "alike"}
 PROBLEMS = {
     "length": "were cut at their limit: --max-new-tokens",
     "content_filter": "were refused or filtered",
