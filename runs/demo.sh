@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All five stages on WebShop's bundled catalogue with the tiny model; the agent, log-probability, QLASS and best-of-N play
 # 431 test tasks. Trees and results are made by as many processes as cores are idle, four at most.
-#   bash runs/demo.sh              in runs/webshop
-#   bash runs/demo.sh --halves     demonstrators who err, as in judges.sh --halves: three epochs of them, in runs/halves
+#   bash runs/demo.sh              demonstrators who err, with the settings of judges.sh --halves, in runs/demo
+#   bash runs/demo.sh --perfect    demonstrators who do not, and an agent of one epoch: the preset, in runs/webshop
 #   bash runs/demo.sh --check      docs/walkthrough.md's lake of sixteen cells in its place: a minute, in runs/lake
 set -eo pipefail
 ENV=webshop given=$RUN
@@ -18,11 +18,18 @@ if [ "$1" = --check ]; then
     echo "All five stages ran: ok. On our machine the agent reaches the goal from none of four starts, QLASS from three."
     exit
 fi
-if [ "$1" = --halves ]; then
+if [ "$1" = --perfect ]; then
     shift
-    RUN=${given:-runs/halves} EXPECTED=  # no ranges are expected
+    EXPECTED=  # no ranges are expected
+else
+    RUN=${given:-runs/demo}
+    if [ ! -e "$RUN/settings.toml" ]; then  # the run begins with these
+        mkdir -p "$RUN"
+        sed "s/^seed = .*/seed = $SEED/" runs/demo.toml > "$RUN/settings.new"
+        mv "$RUN/settings.new" "$RUN/settings.toml"
+    fi
     stage -m experiments.demonstrators "${common[@]}" --run "$RUN" --kind halves --out "$RUN/halves.jsonl"
-    sft=(--expert "$RUN/halves.jsonl" --epochs 3) trees=(--prune tail --temperature 1) tasks=(--temperature 1)
+    sft=(--expert "$RUN/halves.jsonl")
 fi
 no_flags "$@"
 PROCESSES=${PROCESSES:-$(threads)}

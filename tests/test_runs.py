@@ -24,7 +24,7 @@ VARIANTS = {  # arguments with which a script takes another path
     "paper.sh": ["table3", "table4", "fig4", "release", "gpu_check"],  # the environments: see below
     "cloned.sh": ["161", "--one-epoch 171", "--by-heart 100 101"],
     "judges.sh": ["181", "--beside 181", "--others 184", "--free 181", "--pilot 207", "--halves 197"],
-    "demo.sh": ["", "--halves", "--check"],
+    "demo.sh": ["", "--perfect", "--check"],
     "reproduce.sh": ["frozenlake --seeds 2", "webshop_real --seeds 1"],
     "ranking.sh": ["webshop --seeds 1"],
     "tree_grpo.sh": ["webshop --seeds 1"],
@@ -36,7 +36,7 @@ VARIANTS = {  # arguments with which a script takes another path
     "games.sh": ["41"],
 }
 CALLS = [(script, arguments) for script in SCRIPTS for arguments in VARIANTS.get(script, [""])]
-COMMANDS = "bash basename cat date dirname env getconf grep head ls mkdir printf rm sed sleep tail tee uname wc"
+COMMANDS = "bash basename cat date dirname env getconf grep head ls mkdir mv printf rm sed sleep tail tee uname wc"
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
@@ -74,6 +74,7 @@ def called(tmp_path_factory):
     bin_ = root / "bin"
     bin_.mkdir()
     shutil.copytree(ROOT / "runs", root / "runs", ignore=lambda _, names: {n for n in names if not n.endswith(".sh")})
+    shutil.copy(ROOT / "runs/demo.toml", root / "runs")
     for name in COMMANDS.split():  # nothing else can be started, so nothing is installed, fetched or trained
         if path := shutil.which(name):
             (bin_ / name).symlink_to(path)
@@ -176,17 +177,22 @@ def test_the_demo_grows_trees_in_four_processes_at_most(stages):
         assert len(calls["build_trees.py"]) == len(calls["experiments.compare"]) == most
 
 
-def test_the_preset_of_the_demo_has_the_settings_of_the_rows_of_one_epoch(stages):
-    calls = stages("cloned.sh", "--one-epoch 171")
+@pytest.mark.parametrize(("call", "demo"), [("cloned.sh --one-epoch 171", "--perfect"), ("judges.sh --halves 197", "")])
+def test_the_demos_have_the_settings_of_the_rows(call, demo, stages, called, tmp_path):
+    shop, calls = stages(*call.split(maxsplit=1)), stages("demo.sh", demo)
+    called("demo.sh", demo, RUN=str(tmp_path / "run"), SEED="3")
     names = {
-        "sft.py": "n_expert epochs",
-        "build_trees.py": "tasks limit rollouts temperature",
+        "sft.py": "epochs",
+        "build_trees.py": "tasks limit rollouts prune temperature",
         "q_search.py": "temperature",
     }
     for stage in names:
-        preset = parsed(stage, "--env", "webshop", "--run", "preset")
-        row, shown = ([getattr(config, name) for name in names[stage].split()] for config in (calls[stage][0], preset))
-        assert row == shown
+        by_hand = parsed(stage, "--run", str(tmp_path / "run"))  # a command of the demo's run, without its script
+        row, shown = ([getattr(config, name) for name in names[stage].split()] for config in (shop[stage][0], by_hand))
+        assert row == shown and by_hand.seed == (0 if demo else 3)  # a preset is written by the first stage
+    assert (calls["sft.py"][0].n_expert, "experiments.demonstrators" in calls) == (
+        (1000, False) if demo else (None, True)
+    )
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "common.sh"])
