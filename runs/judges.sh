@@ -13,6 +13,8 @@
 #   bash runs/judges.sh --halves [SEED ...]     the same on test tasks, beside cloning from the best paid or from the trees'
 #                                               best branches, and RFT from the same trees    (default: 197 to 206)
 #   KIND=mixed bash runs/judges.sh --halves 197 198 199 200 201    mixed, or noisy with agents of one epoch
+#   bash runs/judges.sh --longer [SEED ...]     not planned, once --halves is played: its rivals for about as many training
+#                                               tokens as agent and QNet    (default: 197 to 206)
 # The judges: QNets on Q-values with rank weight (rank) and by Eq. 11 (all); on these values permuted among siblings (placebo);
 # on labels of imitation; on Q-values of trees without demonstrations (alone); and the agent cloned for three epochs (longer).
 # Beside them stand an agent of five epochs, with some four fifths of the training tokens of agent and QNet, and best-of-4
@@ -24,7 +26,7 @@ ENV=webshop
 mode=planned name=judges agent="cloned from 1000, 1 epoch"
 if [[ $1 == --* ]]; then
     mode=${1#--}
-    [[ " beside others free pilot halves " == *" $mode "* ]] || fail "$1 is not expected"
+    [[ " beside others free pilot halves longer " == *" $mode "* ]] || fail "$1 is not expected"
     shift
 fi
 numbers "$@"
@@ -34,7 +36,7 @@ case $#-$mode in
     0-others) set -- 184 185 186 187 188 ;;
     0-free) set -- 181 182 183 184 185 ;;
     0-pilot) set -- 207 208 ;;
-    0-halves) set -- 197 198 199 200 201 202 203 204 205 206 ;;
+    0-halves | 0-longer) set -- 197 198 199 200 201 202 203 204 205 206 ;;
     0-*) set -- 181 182 183 184 185 186 187 188 189 190 191 192 193 194 195 196 ;;
 esac
 tasks=(--temperature 0.7 --limit 400) demonstrations=(--n-expert 1000) episodes=()
@@ -160,8 +162,17 @@ halves() {
         demonstrators --split test --kind $half --out "$RUN/$kind-$half.jsonl"
     done
 }
+longer() {  # an agent alone has had 1.1 M tokens, one with trees 1.1 M before the trees, agent and QNet 3.0 M
+    clone --expert "$RUN/$kind-branches.jsonl" --epochs 5 --patience 9 --out "$RUN/sft-branches-five"
+    variant branches-five "cloned from the trees' best branches, $kind, 5 epochs" --method greedy \
+        --sft "$RUN/sft-branches-five"
+    clone --expert "$RUN/self_train-tree.jsonl" --epochs 4 --patience 9 --out "$RUN/sft-tree-four"
+    variant tree-four "$agent, and from the trees' best, 4 epochs" --method greedy --sft "$RUN/sft-tree-four"
+    clone --expert "$RUN/$kind.jsonl" --epochs 8 --patience 9 --out "$RUN/sft-eight"
+    variant eight "$agent, 8 epochs" --method greedy --sft "$RUN/sft-eight"
+}
 case $mode in
-    pilot | halves)
+    pilot | halves | longer)
         epochs=3 name=$kind
         [ "$kind" != noisy ] || epochs=1
         agent="cloned from 1000, $kind" tasks=(--temperature 1 --limit 400)
