@@ -8,7 +8,7 @@ The lake's lines are of the commands that the page shows, and of
         grep -E '"task_id": "4x4/(12|03)"' runs/lake/$file.jsonl > docs/walkthrough/lake/$file.jsonl
     done
 
-The shop's are of `make demo`, of a search on the tasks of the trees, and of the first loop for "3115", without `expert`
+The shop's are of `make demo`, of a search on the tasks of the trees, and of the first loop for "2761", without `expert`
 (its results are in `results-train.jsonl`):
 
     python q_search.py --env webshop --run runs/demo --split train --limit 1000 --method greedy qlass -M 4 \
@@ -16,7 +16,7 @@ The shop's are of `make demo`, of a search on the tasks of the trees, and of the
 
 The purchase's stand below them, of a task in which four steps have a choice:
 
-    grep '"task_id": "4342"' runs/demo/results.jsonl | grep -E '"greedy"|"qlass", "M": 4' \
+    grep '"task_id": "687"' runs/demo/results.jsonl | grep -E '"greedy"|"qlass", "M": 4' \
         >> docs/walkthrough/shop/results.jsonl
 
 docs/report.html is the report of the trained run, by README's command and a second one:
@@ -69,7 +69,7 @@ def pictures() -> dict[str, Figure]:
     shop = read("shop/q_labels.jsonl")
     return {
         "episode.svg": figures.episode(played("lake", "4x4/03")),
-        "purchase.svg": figures.episode(played("shop", "4342"), choice),
+        "purchase.svg": figures.episode(played("shop", "687"), choice),
         "lake_tree.svg": tree.draw(read("lake/trees.jsonl"), move),
         "lake_q.svg": tree.draw(read("lake/q_labels.jsonl"), move),
         "shop_q.svg": tree.draw(shop, lambda node: tree.short(choice(node["action"]).removeprefix("read the "))),

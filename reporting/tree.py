@@ -1,6 +1,6 @@
 """A tree as a picture: its nodes by depth, the action above each edge, below it the node's q or its branch.
 
-    python -m reporting.tree --run runs/demo --task 3115     # of q_labels.jsonl, or without it of trees.jsonl
+    python -m reporting.tree --run runs/demo --task 2761     # of q_labels.jsonl, or without it of trees.jsonl
 
     reads   RUN/q_labels.jsonl or RUN/trees.jsonl, or the file that --trees names
     writes  tree_TASK.svg beside it, which every browser opens

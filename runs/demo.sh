@@ -25,7 +25,7 @@ else
     RUN=${given:-runs/demo}
     if [ ! -e "$RUN/settings.toml" ]; then  # the run begins with these
         mkdir -p "$RUN"
-        sed "s/^seed = .*/seed = $SEED/" runs/demo.toml > "$RUN/settings.new"
+        sed "s/^seed = .*/seed = $SEED/" runs/trained/settings.toml > "$RUN/settings.new"
         mv "$RUN/settings.new" "$RUN/settings.toml"
     fi
     stage -m experiments.demonstrators "${common[@]}" --run "$RUN" --kind halves --out "$RUN/halves.jsonl"

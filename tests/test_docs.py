@@ -236,7 +236,7 @@ def test_a_number_that_is_wrong_or_of_no_cell_is_found():
 
 def test_the_runs_of_the_demo_are_in_the_expected_ranges():
     ranges, rows = (pd.read_csv(reference.FOLDER / name, dtype=str) for name in ("expected.csv", "results.csv"))
-    demo = rows[rows["agent"] == "cloned from 1000, 1 epoch, make demo"]
+    demo = rows[rows["agent"] == "cloned from 1000, halves, make demo"]
     demo = demo.merge(ranges, on=["method", "M", "N", "select"])
     assert len(demo) >= 2 * len(ranges) and demo["reward"].between(demo["low_y"], demo["high_y"]).all()
 
@@ -249,9 +249,9 @@ def test_numbers_of_pages_stand_on_them():
 
 
 @pytest.mark.parametrize("stage", ["sft", "qnet"])
-def test_the_results_page_tells_how_long_agent_and_qnet_of_one_epoch_were_trained(stage):
+def test_the_trained_run_tells_how_long_its_agent_and_qnet_were_trained(stage):
     updates = [line["tokens"] for line in read_jsonl(build.ROOT / f"runs/trained/{stage}.log.jsonl") if "lr" in line]
-    text = " ".join((reference.FOLDER / "README.md").read_text(encoding="utf-8").split())
+    text = " ".join(text_of("runs/trained/README.md").split())
     assert f"{len(updates)} updates on {sum(updates) / 1e6:.2f} M" in text
 
 

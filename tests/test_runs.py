@@ -74,7 +74,8 @@ def called(tmp_path_factory):
     bin_ = root / "bin"
     bin_.mkdir()
     shutil.copytree(ROOT / "runs", root / "runs", ignore=lambda _, names: {n for n in names if not n.endswith(".sh")})
-    shutil.copy(ROOT / "runs/demo.toml", root / "runs")
+    (root / "runs/trained").mkdir()
+    shutil.copy(ROOT / "runs/trained/settings.toml", root / "runs/trained")
     for name in COMMANDS.split():  # nothing else can be started, so nothing is installed, fetched or trained
         if path := shutil.which(name):
             (bin_ / name).symlink_to(path)
