@@ -201,7 +201,11 @@ def test_no_difference_is_decided_whose_plan_came_after_a_row_or_after_play_on_i
     assert doubt(plan, results, first)
 
 
-def test_the_page_tells_what_git_does_not_show(capsys):
+def test_the_pages_tell_what_git_does_not_show_and_how_many_families_can_decide(capsys):
     plans.main([])
     page = capsys.readouterr().out
     assert re.search(r"209 of the \d+ rows of\s+plans.csv were written in one commit, fd0f923, after", page)
+    planned = plans.read()[0].query("planned != ''")
+    can_decide = planned.query("shown_first == ''")["family"].nunique()
+    results_page = " ".join((plans.FOLDER / "README.md").read_text(encoding="utf-8").split())
+    assert f"{can_decide} of {planned['family'].nunique()} families can decide" in results_page
