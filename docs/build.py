@@ -14,7 +14,7 @@ The shop's are of `make demo`, of a search on the tasks of the trees, and of the
     python q_search.py --env webshop --run runs/demo --split train --limit 1000 --method greedy qlass -M 4 \
         --out runs/demo/results-train.jsonl
 
-The purchase's stand below them, of a task in which four steps have a choice:
+The purchase's stand below them, of a task in which two steps have a choice:
 
     grep '"task_id": "687"' runs/demo/results.jsonl | grep -E '"greedy"|"qlass", "M": 4' \
         >> docs/walkthrough/shop/results.jsonl

@@ -20,7 +20,7 @@ def read_ranges(path: Path) -> pd.DataFrame:
 
 
 def verdicts(groups: Sequence[Group], ranges: pd.DataFrame) -> list[str]:
-    """One line per reward and range: "agent, greedy 0.7202, expected 0.7 to 0.73: ok"; or one that there is none."""
+    """One line per reward and range: "agent, greedy 0.5953, expected 0.57 to 0.66: ok"; or one that there is none."""
     rewards = {group.condition: group.reward for group in groups}
     lines = []
     for row in ranges.itertuples():

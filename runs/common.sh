@@ -2,7 +2,7 @@
 # The settings are those of qlass/presets; a script says what it sets otherwise, in the arrays below. A script that names
 # `ENVS` of environments or a number of SEEDS takes them as arguments.
 # Run a stopped script again: finished stages are kept, the others resume.
-# SEED=1 RUN=runs/webshop-seed1 bash runs/demo.sh for another seed; PYTHON=... for another Python; EPOCHS=8 for a longer
+# SEED=1 RUN=runs/demo-1 bash runs/demo.sh for another seed; PYTHON=... for another Python; EPOCHS=8 for a longer
 # training of QNet; PROCESSES=4 for trees and results by four processes (not in paper.sh); RANK_WEIGHT=0 for the paper's
 # QNet; IN=FOLDER for the run folders of shops elsewhere than in runs.
 # All scripts run under bash 3.2, which macOS has: an empty array is an error there under `set -u`, so no script sets it.

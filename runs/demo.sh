@@ -22,7 +22,9 @@ if [ "$1" = --perfect ]; then
     shift
     EXPECTED=  # no ranges are expected
 else
+    no_flags "$@"
     RUN=${given:-runs/demo}
+    [ ! -e "$RUN/expert.jsonl" ] || fail "$RUN has perfect demonstrators: move it away, or name another RUN="
     if [ ! -e "$RUN/settings.toml" ]; then  # the run begins with these
         mkdir -p "$RUN"
         sed "s/^seed = .*/seed = $SEED/" runs/trained/settings.toml > "$RUN/settings.new"
