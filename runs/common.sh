@@ -35,7 +35,7 @@ bundled=webshop  # the name of run folders of WebShop's bundled shop
 tasks=() demonstrations=() sft=() trees=() labels=() again=()
 qnet=(${EPOCHS:+--epochs "$EPOCHS" --patience "$EPOCHS"} ${RANK_WEIGHT:+--rank-weight "$RANK_WEIGHT"})
 splits=("")  # the preset's
-of_hundred() {  # On WebShop: agents of 100 demonstrations, warm trees on other tasks, and run folders apart from the demo's
+of_hundred() {  # On WebShop: agents of 100 demonstrations, warm trees on other tasks, and run folders apart from the preset's
     [ "$ENV" = webshop ] || return 0
     demonstrations=(--n-expert 100) sft=(--epochs 34) trees=(--tasks new --temperature 1.5) tasks=(--temperature 1)
     again=(--epochs 12)  # fewer epochs of more demonstrations make about as many updates

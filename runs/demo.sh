@@ -18,12 +18,11 @@ if [ "$1" = --check ]; then
     echo "All five stages ran: ok. On our machine the agent reaches the goal from none of four starts, QLASS from three."
     exit
 fi
-if [ "$1" = --perfect ]; then
-    shift
-    EXPECTED=  # no ranges are expected
-else
-    no_flags "$@"
-    RUN=${given:-runs/demo}
+perfect=
+[ "$1" != --perfect ] || { perfect=yes && shift; }
+no_flags "$@"
+if [ ! "$perfect" ]; then
+    RUN=${given:-runs/demo} EXPECTED=runs/reference_output/expected.csv
     [ ! -e "$RUN/expert.jsonl" ] || fail "$RUN has perfect demonstrators: move it away, or name another RUN="
     if [ ! -e "$RUN/settings.toml" ]; then  # the run begins with these
         mkdir -p "$RUN"
@@ -33,7 +32,6 @@ else
     stage -m experiments.demonstrators "${common[@]}" --run "$RUN" --kind halves --out "$RUN/halves.jsonl"
     sft=(--expert "$RUN/halves.jsonl")
 fi
-no_flags "$@"
 PROCESSES=${PROCESSES:-$(threads)}
 [ "$PROCESSES" -le 4 ] || PROCESSES=4
 trees+=(--cache-gb 0.5) tasks+=(--cache-gb 0.5)  # of each process

@@ -251,6 +251,7 @@ def test_numbers_of_pages_stand_on_them():
 @pytest.mark.parametrize("stage", ["sft", "qnet"])
 def test_the_trained_run_tells_how_long_its_agent_and_qnet_were_trained(stage):
     updates = [line["tokens"] for line in read_jsonl(build.ROOT / f"runs/trained/{stage}.log.jsonl") if "lr" in line]
+    assert "--run runs/demo " in text_of(f"runs/trained/{stage}.meta.json")  # no path of a machine
     text = " ".join(text_of("runs/trained/README.md").split())
     assert f"{len(updates)} updates on {sum(updates) / 1e6:.2f} M" in text
 

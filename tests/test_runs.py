@@ -150,7 +150,7 @@ OF_HUNDRED = ["shops.sh 21", "equal_experience.sh 121", "ranking.sh webshop", "r
 
 
 @pytest.mark.parametrize("call", [*OF_HUNDRED, "tree_grpo.sh webshop", "qval.sh webshop"])
-def test_scripts_of_older_rows_do_not_follow_the_preset_of_the_demo(stages, call):
+def test_scripts_of_older_rows_do_not_follow_the_preset_of_webshop(stages, call):
     """Most rows of WebShop are of 100 demonstrations, the preset is of 1,000; their run folders differ, too."""
     calls = stages(*call.split(maxsplit=1))
     agent, trees = calls["sft.py"][0], calls["build_trees.py"][0]
