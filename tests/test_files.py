@@ -133,7 +133,7 @@ def test_mistakes_end_in_one_line_and_code_2_and_bugs_in_a_traceback(capsys):
         assert stop.value.code == code and capsys.readouterr().err == says
         with tqdm(total=9, initial=4), pytest.raises(SystemExit):
             run_stage(mock.Mock(side_effect=error))
-        assert says in re.split("(?<=[\r\n])", capsys.readouterr().err)  # not behind a progress bar
+        assert says in re.split("(?<=[\r\n])|(?<=\x1b\\[A)", capsys.readouterr().err)  # not behind a progress bar
     for bug in (RuntimeError("something else"), ModuleNotFoundError("No module named 'qlass.a'", name="qlass.a")):
         with pytest.raises(type(bug)):
             run_stage(mock.Mock(side_effect=bug))
