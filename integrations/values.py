@@ -1,6 +1,6 @@
 """QNet's values in other trainers: Q of each of the agent's turns, as a reward of that turn or of the episode.
 
-    q, gains = turn_values(scorer(QNet.from_pretrained(Path("runs/webshop/qnet"))), messages, task)
+    q, gains = turn_values(scorer(QNet.from_pretrained(Path("runs/demo/qnet"))), messages, task)
 
 Gains sum to the last Q. A mean over turns, also that of `episode_reward`, depends on when the agent chooses to stop
 (docs/tools.md).
