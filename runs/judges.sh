@@ -12,7 +12,8 @@
 #                                               which the best is that of --halves    (default: 207 208)
 #   bash runs/judges.sh --halves [SEED ...]     the same on test tasks, beside cloning from the best paid or from the trees'
 #                                               best branches, and RFT from the same trees    (default: 197 to 206)
-#   KIND=mixed bash runs/judges.sh --halves 197 198 199 200 201    mixed, or noisy with agents of one epoch
+#   KIND=mixed bash runs/judges.sh --halves 197 198 199    other errors: mixed, or noisy with agents of one epoch; not
+#                                               planned, and without Eq. 11
 #   bash runs/judges.sh --longer [SEED ...]     not planned, once --halves is played: its rivals for about as many training
 #                                               tokens as agent and QNet    (default: 197 to 206)
 # The judges: QNets on Q-values with rank weight (rank) and by Eq. 11 (all); on these values permuted among siblings (placebo);
@@ -140,11 +141,16 @@ pilot() {
     done
 }
 halves() {
+    local judged=("qnet=$RUN/qnet-rank") half
     err
     grow
     another_qnet rank
-    another_qnet all --loss-on all --rank-weight 0
+    if [ "$kind" = halves ]; then
+        another_qnet all --loss-on all --rank-weight 0
+        judged+=("qnet=$RUN/qnet-all")
+    fi
     qnet_of imitation imitation
+    judged+=("qnet=$RUN/qnet-imitation")
     demonstrators --best 400 --out "$RUN/$kind-best.jsonl"
     clone --expert "$RUN/$kind-best.jsonl" --epochs $(((epochs * 5 + 1) / 2)) --patience 9 --out "$RUN/sft-best"
     demonstrators --trees "$RUN/trees.jsonl" --out "$RUN/$kind-branches.jsonl"
@@ -152,15 +158,19 @@ halves() {
     again=(--epochs "$epochs")
     clone_again tree --method tree
     variant agent "$agent" --method greedy sample
-    judges judges 2 6 -- "qnet=$RUN/qnet-rank" "qnet=$RUN/qnet-all" "qnet=$RUN/qnet-imitation"
+    judges judges 2 6 -- "${judged[@]}"
     variant best-paid "cloned from the best paid, $kind" --method greedy --sft "$RUN/sft-best"
     variant branches "cloned from the trees' best branches, $kind" --method greedy --sft "$RUN/sft-branches"
     variant tree "$agent, and from the trees' best" --method greedy --sft "$RUN/sft-tree"
     best_of 6
-    variant draws "$agent" --method random likeliest -M 6  # not planned
-    [ "$kind" != halves ] || for half in careful careless; do  # what each earns on the test tasks
-        demonstrators --split test --kind $half --out "$RUN/$kind-$half.jsonl"
-    done
+    case $kind in
+        halves)  # not planned: the draws alone, and what each half earns on the test tasks
+            variant draws "$agent" --method random likeliest -M 6
+            for half in careful careless; do demonstrators --split test --kind $half --out "$RUN/$kind-$half.jsonl"; done ;;
+        noisy)  # a longer cloning averages noise away
+            clone --expert "$RUN/$kind.jsonl" --epochs 3 --patience 9 --out "$RUN/sft-three"
+            variant three "$agent, 3 epochs" --method greedy --sft "$RUN/sft-three" ;;
+    esac
 }
 longer() {  # an agent alone has had 1.1 M tokens, one with trees 1.1 M before the trees, agent and QNet 3.0 M
     clone --expert "$RUN/$kind-branches.jsonl" --epochs 5 --patience 9 --out "$RUN/sft-branches-five"

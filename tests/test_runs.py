@@ -168,6 +168,8 @@ def test_each_kind_of_demonstrators_has_agents_and_labels_of_its_own(kind, epoch
     agents = {config.out.name: config.epochs for config in calls["sft.py"] if config.out}
     assert [config.epochs for config in calls["sft.py"] if not config.out] == [epochs]
     assert agents["sft-tree"] == epochs and agents["sft-best"] == -(-5 * epochs // 2)
+    assert agents.get("sft-three") == (3 if kind == "noisy" else None)
+    assert ("all" in [config.loss_on for config in calls["train_qnet.py"]]) == (kind == "halves")
     plays = [config for config in calls["q_search.py"] if config.split == "test"]
     assert plays and all(kind in config.label for config in plays)
 
