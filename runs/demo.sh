@@ -21,9 +21,11 @@ fi
 perfect=
 [ "$1" != --perfect ] || { perfect=yes && shift; }
 no_flags "$@"
+[[ ! $perfect || ! -e $RUN/halves.meta.json ]] || fail "$RUN has demonstrators who err: name another RUN="
 if [ ! "$perfect" ]; then
     RUN=${given:-runs/demo} EXPECTED=runs/reference_output/expected.csv
-    [ ! -e "$RUN/expert.jsonl" ] || fail "$RUN has perfect demonstrators: move it away, or name another RUN="
+    [[ -e $RUN/halves.meta.json || ! -e $RUN/expert.meta.json ]] ||
+        fail "$RUN has perfect demonstrators: move it away, or name another RUN="
     if [ ! -e "$RUN/settings.toml" ]; then  # the run begins with these
         mkdir -p "$RUN"
         sed "s/^seed = .*/seed = $SEED/" runs/trained/settings.toml > "$RUN/settings.new"

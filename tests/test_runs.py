@@ -198,6 +198,21 @@ def test_the_demos_have_the_settings_of_the_rows(call, demo, stages, called, tmp
     )
 
 
+@pytest.mark.parametrize(
+    ("there", "demo", "says"),
+    [
+        ("expert.meta.json", "", "has perfect demonstrators"),
+        ("halves.meta.json", "--perfect", "has demonstrators who err"),
+        ("halves.meta.json expert.meta.json", "", ""),  # a second sft.py by hand has made expert.jsonl
+    ],
+)
+def test_a_demo_does_not_go_on_in_a_run_of_the_other_demonstrators(there, demo, says, called, tmp_path):
+    for name in there.split():
+        (tmp_path / name).touch()
+    done, commands = called("demo.sh", demo, RUN=str(tmp_path))
+    assert (done.returncode, bool(commands)) == ((2, False) if says else (0, True)) and says in done.stderr
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS, "common.sh"])
 def test_scripts_are_for_bash_3_2_which_macos_has(script):
     """An empty array is an error there under `set -u`; the other words came with bash 4, or are Linux's."""
