@@ -32,7 +32,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 import bellman
 import envs
 from build_trees import Explorer
-from qlass import settings
+from qlass import UserError, settings
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering
 from qlass.files import read_jsonl
@@ -410,6 +410,14 @@ def over(usual: Sequence[str], more: Sequence[str]) -> list[str]:
         wanted = word not in more if word.startswith("--") else wanted
         kept += [word] * wanted
     return [*kept, *more]
+
+
+@contextlib.contextmanager
+def refused(says: str) -> Iterator[Any]:
+    """A block that ends in a UserError of one line, in which the pattern is found."""
+    with pytest.raises(UserError, match=says) as error:
+        yield error
+    assert "\n" not in str(error.value)
 
 
 def settings_of(stage: Any, *argv: str) -> Any:

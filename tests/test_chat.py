@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from fakes import CHATML, LLAMA_2, TEMPLATES, chat_tokenizer, word_chat
+from fakes import CHATML, LLAMA_2, TEMPLATES, chat_tokenizer, refused, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, parse_action, react
 from qlass.noise import uniforms
@@ -174,7 +173,7 @@ def test_prompts_beyond_the_context():
         assert lists == whole[:stays] + whole[stays - len(lists) :]  # instruction, task and the newest turns
         assert sum(map(len, lists + whole[stays : stays + 2])) > 34  # no more than had to go
     chat.context = 15
-    with pytest.raises(UserError, match=r"a prompt has \d+ tokens even without old turns, of 9 at most"):
+    with refused(r"a prompt has \d+ tokens even without old turns, of 9 at most"):
         chat.prompt(state)
 
 
@@ -207,5 +206,5 @@ def test_a_template_thinks_in_no_turn_and_has_the_same_date_every_day(none):
     ],
 )
 def test_a_template_that_writes_later_turns_otherwise_or_ends_none_or_opens_thoughts_is_refused(template):
-    with pytest.raises(UserError, match="chat template does not write all turns alike"):
+    with refused("chat template does not write all turns alike"):
         chat_of(template)

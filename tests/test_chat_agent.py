@@ -6,14 +6,13 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from fakes import FakeEnv, FakeServer, chat_completion, over, tiny_lm, word_chat
+from fakes import FakeEnv, FakeServer, chat_completion, over, refused, tiny_lm, word_chat
 
 import bellman
 import build_trees
 import train_qnet
 from integrations import chat_agent, chat_trees
 from integrations.answers import read_answer
-from qlass import UserError
 from qlass.batching import Score
 from qlass.files import meta_of, read_jsonl
 from qlass.messages import parse_action, replay
@@ -84,7 +83,7 @@ def test_no_answer_is_asked_for_twice(fake, value_net):
     fake.text = f"<think>à</think>{fake.text}"
     fake.script += [fake.well] * 4 + [400]
     flags = ("--method", "sample", "--in-flight", "1")
-    with pytest.raises(UserError, match=fake.url):
+    with refused(fake.url):
         played(fake, *flags)
     file = Path("answers.results_first.jsonl")
     data = file.read_bytes()
@@ -102,14 +101,14 @@ def test_no_answer_is_asked_for_twice(fake, value_net):
 
 def test_a_missing_qnet_and_another_model_are_refused(fake):
     flags = ("--method", "sample", "--in-flight", "1")
-    with pytest.raises(UserError, match="no such QNet: "):
+    with refused("no such QNet: "):
         played(fake)
     played(fake, *flags)
     fake.script += [chat_completion("Hello") | {"model": "other"}]
-    with pytest.raises(UserError, match="begun with model first, not other"):
+    with refused("begun with model first, not other"):
         played(fake, *flags)
     fake.script += [chat_completion("Hello"), chat_completion("Action: right", read=6) | {"model": "other"}]
-    with pytest.raises(UserError, match="it answered as first, and now as other"):
+    with refused("it answered as first, and now as other"):
         played(fake, *flags, run="new")
 
 
@@ -133,7 +132,7 @@ BAD = chat_completion("Action: left", read=9) | {"usage": None}
 def test_one_bad_reply_stops_the_run_and_changes_no_later_request(fake, before, mishap, capsys):
     """Unless it refuses the first request for several. The run goes on as one that was not stopped."""
     fake.script += [fake.well] * before + [mishap]
-    with pytest.raises(UserError, match=fake.url):
+    with refused(fake.url):
         played(fake, *SEVERAL, run="stopped")
     lines, _ = asked(fake, *SEVERAL, run="stopped")
     assert {body.get("n") for body in fake.seen if body["messages"][-1]["content"] != "Hello"} == {3}
@@ -155,7 +154,7 @@ def test_answers_belong_to_the_server_and_the_model_that_gave_them(fake):
 def test_answers_are_bounded_and_billed(fake, capsys):
     """Those under way at the bound too, which are kept."""
     fake.pause = 0.3
-    with pytest.raises(UserError, match="--max-answers 3: no more are asked for"):
+    with refused("--max-answers 3: no more are asked for"):
         played(fake, "--method", "sample", "--max-answers", "3")  # two tasks side by side
     assert len(fake.seen) == 1 + 3
     out, err = capsys.readouterr()
@@ -174,7 +173,7 @@ def test_demonstrations_of_the_type_stand_in_front_of_the_task(fake, monkeypatch
     contents = [message["content"] for message in fake.seen[1]["messages"]]
     assert len(contents) == 2 + 2 * 6 + 1  # instruction, OK, twice three steps, the task
     assert contents[2:8] == contents[8:14] and contents[3] == "Thought: this way\nAction: right"
-    with pytest.raises(UserError, match="--examples 3: 2 can stand in front of task train"):
+    with refused("--examples 3: 2 can stand in front of task train"):
         played(fake, *flags, "3", run="more")
 
 
@@ -188,7 +187,7 @@ def test_more_fields_of_a_request_and_fields_left_out(fake):
 
 def test_a_server_that_cuts_prompts_is_told(fake):
     fake.script += [chat_completion("Action: right", read=6)] * 8
-    with pytest.raises(UserError, match="reads 6 tokens of a prompt, and 6 of the shorter one before"):
+    with refused("reads 6 tokens of a prompt, and 6 of the shorter one before"):
         played(fake, "--method", "greedy")
 
 
@@ -275,7 +274,7 @@ def test_episodes_of_a_split_and_a_budget_are_shown(fake, capsys):
     show.main(flags)
     assert "\nrandom M=3: reward " in capsys.readouterr().out
     for more, name in (("-N 2", "test results of random M=3 N=2"), ("--split val", "val results of random M=3")):
-        with pytest.raises(UserError, match=f"no agent, and no {name}"):
+        with refused(f"no agent, and no {name}"):
             show.main([*flags, *more.split()])
 
 

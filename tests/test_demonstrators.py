@@ -1,12 +1,11 @@
 """Demonstrators who err on WebShop: what each leaves out, who errs where, the best paid, and an agent's episodes."""
 
 import pytest
-from fakes import dump, node, over
+from fakes import dump, node, over, refused
 
 import envs
 from environments.webshop.expert import named_options, offers
 from experiments import demonstrators
-from qlass import UserError
 from qlass.demonstrations import read
 from qlass.files import read_jsonl
 from qlass.messages import parse_action, start, step
@@ -92,9 +91,9 @@ def test_episodes_of_an_agent(demonstrate, tmp_path):
               for line in reversed(shown)]  # fmt: skip
     (tmp_path / "results.jsonl").write_text(dump(played))
     assert demonstrate("--kind", "noisy", "--episodes", "results.jsonl") == shown
-    with pytest.raises(UserError, match="--kind noisy: --episodes names results"):
+    with refused("--kind noisy: --episodes names results"):
         demonstrate("--kind", "noisy")
     for lines in (played * 2, [played[0] | {"task_id": "of test"}]):
         (tmp_path / "results.jsonl").write_text(dump(lines))
-        with pytest.raises(UserError, match="an episode of each of the first"):
+        with refused("an episode of each of the first"):
             demonstrate("--kind", "noisy", "--episodes", "results.jsonl")

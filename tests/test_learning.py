@@ -6,12 +6,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from fakes import FakeEnv, dump, over, save_agent, settings_of, tiny_lm, word_chat
+from fakes import FakeEnv, dump, over, refused, save_agent, settings_of, tiny_lm, word_chat
 from safetensors.torch import load_file, save_file
 
 from experiments import eto, ppo, tree_grpo
 from experiments.learning import Learner, trainable
-from qlass import UserError, demonstrations
+from qlass import demonstrations
 from qlass.agent import load_policy
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl, write_jsonl
@@ -82,7 +82,7 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(train, monkeypatch, learn
     train(learner, "again", budget, *flags)
     assert contents("again") == contents("one")
     for spent, lr, says in ((budget, ["--lr", "0.5"], "begun with lr"), (20, [], "are spent: raise --budget")):
-        with pytest.raises(UserError, match=says):  # the best agent so far may have cost more
+        with refused(says):  # the best agent so far may have cost more
             train(learner, "again", spent, *(lr or flags))
 
 
@@ -131,7 +131,7 @@ def test_a_state_that_lacks_a_weight_is_refused(train):
     tensors = load_file(file)
     del tensors["0 "]
     save_file(tensors, file, {"lines": "[]"})
-    with pytest.raises(UserError, match="can't be read: --overwrite starts again"):
+    with refused("can't be read: --overwrite starts again"):
         train(tree_grpo, "run", 99)
 
 
@@ -139,14 +139,14 @@ def test_without_its_state_a_learner_that_is_done_is_done_and_another_is_refused
     last = train(tree_grpo, "run", 50)[-1]
     Path("run/sft-x.resume.safetensors").unlink()
     assert train(tree_grpo, "run", 50)[-1] == last
-    with pytest.raises(UserError, match="is missing, so x can't go on: --overwrite starts again"):
+    with refused("is missing, so x can't go on: --overwrite starts again"):
         train(tree_grpo, "run", 9999)
 
 
 def test_without_its_agent_a_learner_does_not_go_on(train):
     train(tree_grpo, "run", 50)
     shutil.rmtree("run/sft-x")
-    with pytest.raises(UserError, match=r"sft-x: is missing, and .*resume.safetensors is not: --overwrite starts"):
+    with refused(r"sft-x: is missing, and .*resume.safetensors is not: --overwrite starts"):
         train(tree_grpo, "run", 50)
 
 

@@ -3,10 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
-from fakes import FakeServer, chat_completion, word_chat
+from fakes import FakeServer, chat_completion, refused, word_chat
 
 from experiments.paraphrase import by_server, prompt_tokens, reword, under_wordings
-from qlass import UserError
 from qlass.batching import Candidate, Sample
 from qlass.messages import State
 
@@ -68,7 +67,7 @@ PAGES = ["Task: buy \\1. All off.", "Observation: to buy \\1. Task: buy \\1."]
 def test_the_task_is_worded_anew_where_it_is_said_or_refused(messages, task, pages):
     state = State(messages, task, len(messages) - 1).extended("Action: find a shoe", LATER)
     if pages is None:
-        with pytest.raises(UserError, match=f"the task '{task}' does not stand in the first messages"):
+        with refused(f"the task '{task}' does not stand in the first messages"):
             reword(state, "buy \\1")
     else:
         worded = reword(state, "buy \\1")
@@ -83,5 +82,5 @@ def test_a_servers_wording_is_one_line_and_the_task_itself_if_it_says_nothing():
         ask = by_server(server.url)
         assert [ask(TASK, n) for n in range(3)] == [TASK, "one line", TASK]
         assert server.seen[-1]["messages"][0]["content"].endswith(TASK)
-        with pytest.raises(UserError, match="404"):
+        with refused("404"):
             ask(TASK, 3)

@@ -6,11 +6,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from fakes import ROOT, SHARED, recorded
+from fakes import ROOT, SHARED, recorded, refused
 
 import envs
 from environments import protocols
-from qlass import UserError
 
 FILES = ROOT / "data/protocols"
 ORIGINALS = [name for name in protocols.PROTOCOLS if name.startswith("alfworld") and "bundled" not in name]
@@ -75,18 +74,18 @@ def test_an_environment_plays_the_tasks_of_a_file(name, options):
 )
 def test_a_file_that_has_changed_is_refused(change, says):
     Path("mine.json").write_text(json.dumps(read("webshop-500") | change))
-    with pytest.raises(UserError, match=rf"^mine\.json: .*{says}"):
+    with refused(rf"^mine\.json: .*{says}"):
         envs.make("webshop", split_file="mine.json")
 
 
 def test_games_that_are_not_in_the_data_are_refused(made):
     env = envs.make("alfworld", data=made, split_file=FILES / "alfworld-unseen.json")
-    with pytest.raises(UserError, match=r"alfworld-unseen\.json: .* has no game valid_unseen/.*: take the games it is"):
+    with refused(r"alfworld-unseen\.json: .* has no game valid_unseen/.*: take the games it is"):
         env.task_ids("test")
     assert env.task_ids("val")  # other splits stay
 
 
 def test_a_split_of_other_games_than_the_files_is_refused():
     env = envs.make("alfworld", split_file=FILES / "alfworld-seen.json")
-    with pytest.raises(UserError, match=r"^alfworld: split_file has no valid_unseen: --split names test$"):
+    with refused(r"^alfworld: split_file has no valid_unseen: --split names test$"):
         env.task_ids("valid_unseen")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from fakes import FakeEnv, Script, explore, over, say, settings_of
+from fakes import FakeEnv, Script, explore, over, refused, say, settings_of
 
 import envs
 from experiments import Call, answer, judges
@@ -16,7 +16,6 @@ from experiments.qval import __main__ as qval
 from experiments.qval import metrics
 from experiments.qval.points import Point, digest, labelled, trajectory
 from experiments.qval.scorers import Context, Decision, entries
-from qlass import UserError
 from qlass.agent import load_policy
 from qlass.batching import Candidate, LogProb, Sample, drive
 from qlass.chat import Rendering
@@ -66,7 +65,7 @@ def test_replay_reproduces_every_hash(name, options):
         assert copy == point
         assert copy.restore(env.fork()).observation == point.observation
         assert len(set(point.candidates)) == len(point.candidates) <= 4
-    with pytest.raises(UserError, match="another state"):
+    with refused("another state"):
         Point(**vars(points[0]) | {"hash": "0" * 16}).restore(env)
 
 
@@ -219,7 +218,7 @@ def test_a_study_is_of_its_points_and_has_all_scores_that_can_be(study):
     assert {"random", "code", "oracle"} <= set(study().loc["exact"].index)
     points, scores = (read_jsonl(Path("qval", name)) for name in ("points.jsonl", "scores-code.jsonl"))
     assert [line["hash"] for line in scores] == [point["hash"] for point in points]
-    with pytest.raises(UserError, match="points 5, not 6"):
+    with refused("points 5, not 6"):
         study(points="6")
 
 

@@ -6,13 +6,13 @@ import itertools
 from pathlib import Path
 
 import pytest
-from fakes import FakeEnv, dump
+from fakes import FakeEnv, dump, refused
 
 import build_trees
 import q_search
 import sft
 from environments.replay import FIRST, Turn, play_again, replay_demonstrations
-from qlass import UserError, demonstrations
+from qlass import demonstrations
 from qlass.demonstrations import Demonstration, demonstrate, read
 from qlass.messages import State, parse_action, replay
 
@@ -49,7 +49,7 @@ def test_a_tree_is_not_written_whose_newest_leaf_an_episode_of_its_own_does_not_
     begin, load, loads = FakeEnv.begin, FakeEnv.load, []
     monkeypatch.setattr(FakeEnv, "begin", lambda env, task: loads.clear() or begin(env, task))
     monkeypatch.setattr(FakeEnv, "load", lambda env, path: loads.append(path) or load(env, path))
-    with pytest.raises(UserError, match=f"^fake: task train.: {fault(lambda: loads)}"):
+    with refused(f"^fake: task train.: {fault(lambda: loads)}"):
         build()
     assert not Path("trees.jsonl").exists()
 
@@ -64,7 +64,7 @@ def test_a_tree_is_what_an_episode_of_its_own_gives_where_a_limit_of_steps_ends_
 def test_a_tree_is_not_written_whose_reward_at_the_limit_differs(build, monkeypatch):
     count = itertools.count()
     monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda env: next(count) / 1e6)
-    with pytest.raises(UserError, match=f"fake: task train5: .* leads .*{RULE}"):
+    with refused(f"fake: task train5: .* leads .*{RULE}"):
         build("--steps", "1")
 
 
@@ -90,7 +90,7 @@ def test_a_result_is_not_written_whose_episode_another_fork_does_not_have(fault,
     monkeypatch.setattr(FakeEnv, "begin", lambda env, task: plays.append(task) or begin(env, task))
     search("--method", "greedy", "qlass")
     assert plays == [f"test{i}" for i in (0, 1, 2, 0, 1, 2)] * 2  # side by side, and each once more
-    with pytest.raises(UserError, match=f"^fake: task test0: {fault(lambda: len(plays) > 15)}"):
+    with refused(f"^fake: task test0: {fault(lambda: len(plays) > 15)}"):
         search("--method", "greedy", out="other.jsonl")
     assert not Path("other.jsonl").exists()
 
@@ -108,7 +108,7 @@ def test_of_each_method_the_first_five_episodes_and_one_in_fifty_are_played_agai
 
 
 def test_the_start_of_an_episode_is_looked_at_too():
-    with pytest.raises(UserError, match="task test0: its start leads in an episode of its own to 'you stand"):
+    with refused("task test0: its start leads in an episode of its own to 'you stand"):
         play_again(FakeEnv(), "test0", [Turn(None, "you sit")])
     play_again(FakeEnv(), "test0", [Turn(None, "you stand at start"), Turn("", "Observation: nothing happens")])
 
@@ -161,7 +161,7 @@ def test_a_demonstration_is_not_played_out_of_memory(monkeypatch):
 
 def test_an_environments_own_expert_that_earns_nothing_is_refused(fake_world, monkeypatch):
     monkeypatch.setattr(FakeEnv, "act", lambda env, action: ("nothing happens", 0.0, env.steps == 2))
-    with pytest.raises(UserError, match="none of 3 demonstrations earns anything"):
+    with refused("none of 3 demonstrations earns anything"):
         sft.main(["--n-expert", "3"])
 
 
@@ -169,7 +169,7 @@ def test_an_expert_without_a_way_is_told_with_its_task():
     env = FakeEnv()
     env.expert = lambda task: iter([] if task == "train3" else [("", "left")])
     demonstrate(env, "train2")
-    with pytest.raises(UserError, match="fake: task train3: its player yields no action"):
+    with refused("fake: task train3: its player yields no action"):
         demonstrate(env, "train3")
 
 

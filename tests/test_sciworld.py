@@ -2,6 +2,7 @@ import json
 import random
 
 import pytest
+from fakes import refused
 
 pytest.importorskip("scienceworld")
 
@@ -9,7 +10,6 @@ import envs
 from environments.replay import Turn, play_again
 from environments.sciworld import simulator as sciworld
 from environments.sciworld import tasks
-from qlass import UserError
 from qlass.messages import replay
 
 BOIL = "Your task is to boil water. For compounds without a boiling point, combusting the substance is also acceptable."
@@ -31,7 +31,7 @@ def test_splits_are_the_packages_and_disjoint(env):
     ids = {split: env.split_ids(split) for split in (*splits, "all")}
     assert len({task.split("/", 1)[1] for task in ids["all"]}) == sum(len(ids[split]) for split in splits)
     assert len({task.split("/")[1] for task in tasks.task_ids("eto")["all"]}) == 24
-    with pytest.raises(UserError, match="tasks boil: all or eto is expected"):
+    with refused("tasks boil: all or eto is expected"):
         tasks.task_ids("boil")
     simulator = sciworld.simulators().nearest(sciworld.Task("boil", 0), ())
     for name in ("identify-life-stages-2", "power-component"):
@@ -74,7 +74,7 @@ def test_a_task_by_its_old_name_begins_as_in_etos_layout(env):
         "train/fry/0": "has no fry 0",
         "boil": "SPLIT/",
     }.items():
-        with pytest.raises(UserError, match=says):
+        with refused(says):
             env.reset(options={"task_id": task})
     observation, info = env.reset(options={"task_id": "train/task-1-boil/0"})
     assert observation.startswith("Task Description:\n" + BOIL) and info["task"].startswith(BOIL)

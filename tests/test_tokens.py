@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import ACTIONS, FIRST, chat_tokenizer, log_pi, tiny, tiny_lm, word_chat
+from fakes import ACTIONS, FIRST, chat_tokenizer, log_pi, refused, tiny, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import drive_in_order
-from qlass import UserError
 from qlass.agent import load_policy
 from qlass.batching import LogProb, Request, Sample, Score, drive
 from qlass.chat import Chat, Rendering
@@ -166,7 +165,7 @@ def test_logits_that_are_not_finite_are_refused(kind):
     calls = [functools.partial(agent.sample, [request]) for request in asked]
     calls += [lambda: agent.likelihoods([LogProb(FIRST, ACTIONS)]), lambda: agent.valid_logprobs(asked[1:2])]
     for call in calls:
-        with pytest.raises(UserError, match=r"not finite"):
+        with refused(r"not finite"):
             call()
 
 
@@ -260,7 +259,7 @@ def test_scores_that_are_not_finite_stop_whoever_gives_them():
         return await request
 
     for kind, value in ((Score, math.nan), (LogProb, -math.inf)):
-        with pytest.raises(UserError, match="scores are not finite"):
+        with refused("scores are not finite"):
             list(drive([episode(kind(FIRST, ACTIONS))], {kind: lambda asked, value=value: [[0.5, value]]}))
 
 
@@ -335,14 +334,14 @@ def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
     windows = windows_of(model.config)
     if any(windows.values()):
         monkeypatch.setattr("qlass.fast.token_tree.windows_of", lambda config: dict.fromkeys(windows, 0))
-        with pytest.raises(UserError, match="differ from plain ones"):
+        with refused("differ from plain ones"):
             parity.check(model)
 
 
 def test_few_bits_round_in_a_backbone_too(monkeypatch):
     backbone = tiny("llama").model
     monkeypatch.setattr(parity, "differences", lambda model, sequences, plain: torch.full((3,), 0.02))
-    with pytest.raises(UserError, match="differ from plain ones"):
+    with refused("differ from plain ones"):
         parity.check(backbone)
     backbone.config._is_quantized = True  # as transformers marks it
     parity.check(backbone)
@@ -358,6 +357,6 @@ def test_keys_and_values_are_measured_in_a_filled_cache(name, layers):
 def test_what_cannot_read_token_trees_is_refused(name, tmp_path):
     tiny(name).save_pretrained(tmp_path)
     CHAT.save(tmp_path)
-    with pytest.raises(UserError, match="--plain reads it"):
+    with refused("--plain reads it"):
         load_policy(tmp_path, Sampling())
     assert load_policy(tmp_path, Sampling(plain=True)).sample([Sample(FIRST, 2, ("t",), 0.0)])

@@ -4,14 +4,13 @@ import math
 from pathlib import Path
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, path_of, reverse, run, say, true_q, word_chat
+from fakes import WORLD, FakeEnv, Script, path_of, refused, reverse, run, say, true_q, word_chat
 
 import envs
 from experiments import retry, tree_search
 from experiments.retry import Reflect, Retry
 from experiments.tree_search import TreeSearch
 from q_search import Method
-from qlass import UserError
 from qlass.batching import Candidate, Sample, Score
 from qlass.messages import parse_action, react
 from qlass.noise import uniforms
@@ -70,7 +69,7 @@ def test_one_expansion_a_step_is_qlass(name, settings, q):
 
 @pytest.mark.parametrize(("name", "settings"), BLIND)
 def test_a_value_that_is_not_finite_ends_a_search(name, settings):
-    with pytest.raises(UserError, match="scores are not finite"):
+    with refused("scores are not finite"):
         play(name, q=written({}, otherwise=(math.nan, 0.3)), **settings)
 
 

@@ -7,13 +7,12 @@ from statistics import mean
 from types import SimpleNamespace
 
 import pytest
-from fakes import SHARED, recorded
+from fakes import SHARED, recorded, refused
 
 import envs
 from data import make_webshop
 from environments.webshop import catalogue, expert
 from environments.webshop import engine as webshop
-from qlass import UserError
 from qlass.demonstrations import demonstrate, read
 from qlass.messages import replay
 from qlass.settings import Sampling
@@ -110,7 +109,7 @@ def test_the_oracle_searches_a_title_without_its_brackets(shop, monkeypatch):
 
 @pytest.mark.parametrize("most", [None, 0])
 def test_a_product_keeps_a_task_at_least(shop, most):
-    with pytest.raises(UserError, match="per_product: a number from 1 is expected"):
+    with refused("per_product: a number from 1 is expected"):
         catalogue.splits(shop.shop.owners, shop.shop.shares, per_product=most)
 
 

@@ -7,14 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fakes import SHARED, fork, recorded
+from fakes import SHARED, fork, recorded, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envs
 from data import make_webshop
 from environments.webshop import catalogue, engine, search, store
-from qlass import UserError
 from qlass.inputs import fingerprint
 from qlass.settings import Sampling
 
@@ -58,7 +57,7 @@ def test_a_stream_that_is_no_json_list(monkeypatch, text, reason):
     path = Path("items.json")
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     monkeypatch.setattr(catalogue, "CHUNK", 3)
-    with pytest.raises(UserError, match=reason):
+    with refused(reason):
         [*catalogue.stream(path, True)]
 
 
@@ -69,7 +68,7 @@ def test_a_product_without_a_text_is_refused(crowd, field):
     products = json.loads(items.read_text())
     products[1][field] = None
     items.write_text(json.dumps(products))
-    with pytest.raises(UserError, match="product number 1 is not in WebShop's schema"):
+    with refused("product number 1 is not in WebShop's schema"):
         store.open_store(folder)
 
 
@@ -92,7 +91,7 @@ def test_a_store_is_made_once_for_its_sources(crowd, monkeypatch):
     assert (number, others) == (2, products[1:]) and first != products[0]
     assert len([*folder.glob(".webshop-*/products")]) == 1
     assert shop_at(Path("cache")) == ([first, *others], 3)
-    with pytest.raises(UserError, match="cache=DIR"):  # where none can be written
+    with refused("cache=DIR"):  # where none can be written
         shop_at(items / "cache")
 
 
