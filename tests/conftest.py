@@ -70,7 +70,7 @@ def value_net(tmp_path_factory):
 def build(agent, fake_world):
     """Runs build_trees.py with this agent on four new tasks; its lines."""
 
-    def command(*more: str, out: str = "trees.jsonl") -> list[dict]:
+    def command(*more, out="trees.jsonl"):
         usual = f"--env frozenlake --run . --preset paper --sft {agent} --out {out} --tasks new --limit 4"
         build_trees.main(over(usual.split(), more))
         return read_jsonl(Path(out))
@@ -82,7 +82,7 @@ def build(agent, fake_world):
 def search(request, tmp_path, agent, value_net, fake_world):
     """Runs the test's `stage` with these checkpoints; its lines without their seconds."""
 
-    def command(*more: str, out: str = "results.jsonl") -> list[dict]:
+    def command(*more, out="results.jsonl"):
         named = ["--sft", str(agent), "--qnet", str(value_net), "--out", out]
         request.module.stage.main(
             over(["--env", "frozenlake", "--run", ".", "--preset", "paper", *named, "--limit", "3"], more)

@@ -1,7 +1,5 @@
 """Fakes for the tests: a world whose tree is written out, tokenizers, models with random weights, servers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -18,11 +16,8 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,10 +28,10 @@ import bellman
 import envs
 from build_trees import Explorer
 from qlass import UserError, settings
-from qlass.batching import Candidate, Sample, Score
+from qlass.batching import Candidate
 from qlass.chat import Chat, Rendering
 from qlass.files import read_jsonl
-from qlass.messages import State, parse_action, react, start
+from qlass.messages import parse_action, react, start
 from qlass.models import PROBE
 from qlass.trees import tree_records
 
@@ -66,59 +61,59 @@ class FakeEnv(envs.TextEnv):
     tree_depth, max_steps, side_by_side = 2, 5, 64
     task = "find the purse"
 
-    def __init__(self, world: dict = WORLD, **options: Any) -> None:
+    def __init__(self, world=WORLD, **options):
         super().__init__()
         vars(self).update(options)
         self.world, self.played = world, []  # `played`: every step, shared by all forks
-        self.path: tuple[str, ...] = ()
+        self.path = ()
 
     @property
-    def here(self) -> Any:
+    def here(self):
         return functools.reduce(operator.getitem, self.path, self.world)
 
-    def task_ids(self, split: str) -> list[str]:
+    def task_ids(self, split):
         return self.split_ids(split)
 
-    def split_ids(self, split: str) -> list[str]:
+    def split_ids(self, split):
         return {split: [f"{split}{i}" for i in range(6)] for split in ("train", "val", "test")}[split]
 
-    def begin(self, task_id: str) -> str:
+    def begin(self, task_id):
         self.path = ()
         return self._look()
 
-    def act(self, action: str) -> tuple[str, float, bool]:
+    def act(self, action):
         self.played.append((self.task_id, *self.path, action))
         known = action in self.here
         self.path += (action,) * known
         ended = not isinstance(self.here, dict)
         return self._look() if known else "nothing happens", float(self.here) if ended else 0.0, ended
 
-    def _look(self) -> str:
+    def _look(self):
         return " ".join(("you", "stand", "at", "start", *self.path))
 
-    def valid_actions(self) -> list[str]:
+    def valid_actions(self):
         return list(self.here) if isinstance(self.here, dict) else []
 
-    def save(self) -> tuple:
+    def save(self):
         return self.path
 
-    def load(self, saved: tuple) -> None:
+    def load(self, saved):
         self.path = saved
 
-    def optimal_value(self, gamma: float = 0.99) -> float:
+    def optimal_value(self, gamma=0.99):
         return best(self.here, gamma)
 
-    def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
+    def expert(self, task_id):
         while self.valid_actions():
             action = max(self.here, key=lambda a: best(self.here[a]))
             yield "this way", action
 
-    def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
+    def rules(self):
         goes = iter(lambda: "left" in self.valid_actions(), False)
         return {"always left": lambda: (("to the left", "left") for _ in goes)}
 
 
-def best(node: Any, gamma: float = 1.0) -> float:
+def best(node, gamma=1.0):
     """The best purse below, discounted by the steps to it."""
     return gamma * max(best(child, gamma) for child in node.values()) if isinstance(node, dict) else node
 
@@ -126,7 +121,7 @@ def best(node: Any, gamma: float = 1.0) -> float:
 FIRST = start(FakeEnv(), "train0")
 
 
-def reverse(node: Any) -> Any:
+def reverse(node):
     """The same world, in which the best leaf is the worst."""
     return {action: reverse(below) for action, below in node.items()} if isinstance(node, dict) else 1 - node
 
@@ -139,7 +134,7 @@ def explore(
     return explorer.explore(expert or {} if expert or with_expert else None)
 
 
-def run(player: Coroutine, answer: Callable[[Any], Any]) -> tuple[Any, list]:
+def run(player, answer):
     """Play a coroutine to its end: what it returns, and all requests that it made."""
     requests, reply = [], None
     while True:
@@ -150,43 +145,43 @@ def run(player: Coroutine, answer: Callable[[Any], Any]) -> tuple[Any, list]:
         reply = answer(requests[-1])
 
 
-def path_of(state: State) -> tuple[str, ...]:
+def path_of(state):
     """The actions that led to a state."""
     return tuple(parse_action(content) for role, content in state.messages[2:] if role == "assistant")
 
 
-def true_q(request: Score) -> list[float]:
+def true_q(request):
     """The best purse behind each action: what a perfect QNet says (gamma = 1)."""
     node = functools.reduce(dict.get, path_of(request.state), WORLD)
     return [best(node[parse_action(action)]) for action in request.actions]
 
 
-def say(*actions: str) -> list[Candidate]:
+def say(*actions):
     return [Candidate(react("hm", action), 3, -1.0) for action in actions]
 
 
 class Script:
     """Answers Sample requests from {path: actions}: the actions of a state in turn, from the start again at the end."""
 
-    def __init__(self, script: dict[tuple, str], otherwise: str = "left") -> None:
+    def __init__(self, script, otherwise="left"):
         self.actions = defaultdict(lambda: itertools.cycle(otherwise.split()))
         for path, actions in script.items():
             self.actions[path] = itertools.cycle(actions.split())
 
-    def __call__(self, request: Sample | Score) -> list[Candidate]:
+    def __call__(self, request):
         return say(*itertools.islice(self.actions[path_of(request.state)], request.n))
 
 
 # ------------------------------------------------------------------------------------------------ trees as records
 
 
-def node(node_id, parent, reward=0.0, branch=0, done=False, **more) -> dict:
+def node(node_id, parent, reward=0.0, branch=0, done=False, **more):
     about = {"task_id": "t", "depth": 0, "action": f"Action: {node_id}", "observation": f"saw {node_id}"}
     about |= {"source": "policy", "expert": False}
     return about | {"node_id": node_id, "parent_id": parent, "reward": reward, "branch": branch, "done": done} | more
 
 
-def tree_by_hand() -> list[dict]:
+def tree_by_hand():
     """0 has the children 1 and 4; 1 has 2 and 3. Three branches: 1 2, then 4, then 3."""
     return [
         node(0, None, nodes=5, messages=[{"role": "user", "content": "go"}], task=""),
@@ -197,7 +192,7 @@ def tree_by_hand() -> list[dict]:
     ]
 
 
-def labelled_tree(task: str = "train0") -> list[dict]:
+def labelled_tree(task="train0"):
     """A tree of the fake world, explored in all directions, with q."""
     directions = iter(["left", "right", "right", "left", "right", "left", "left", "right"] * 20)
     tree = explore(FakeEnv(), task, Rendering(), 2, 3, 20, True)
@@ -229,7 +224,7 @@ GEMMA = (
     "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-TEMPLATES: dict[str, tuple[str, dict[str, str], list[str]]] = {  # template, special tokens, other special ones
+TEMPLATES = {  # template, special tokens, other special ones
     "llama-2": (LLAMA_2, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, []),
     "chatml": (CHATML, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, ["<|im_start|>"]),
     "llama-3": (
@@ -241,7 +236,7 @@ TEMPLATES: dict[str, tuple[str, dict[str, str], list[str]]] = {  # template, spe
 }
 
 
-def chat_tokenizer(name: str, scheme: str | None = None, begins: bool = False) -> Any:
+def chat_tokenizer(name, scheme=None, begins=False):
     """A tokenizer with a real model's template: "llama-2", of characters as SentencePiece's, which writes a space as
     a part of the next word; "chatml", "llama-3" and "gemma", of single bytes.
 
@@ -262,7 +257,7 @@ def chat_tokenizer(name: str, scheme: str | None = None, begins: bool = False) -
     return tokenizer
 
 
-def of_characters(scheme: str | None) -> Tokenizer:
+def of_characters(scheme):
     letters = [*map(chr, range(33, 127))]
     characters = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *letters]
     vocabulary = {c: i for i, c in enumerate(characters)}
@@ -276,7 +271,7 @@ def of_characters(scheme: str | None) -> Tokenizer:
     return core
 
 
-def of_bytes() -> Tokenizer:
+def of_bytes():
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -287,7 +282,7 @@ def of_bytes() -> Tokenizer:
 WORDS = "you stand at start left right walk find the purse hm this way OK nothing happens Thought: Action: Observation:"
 
 
-def word_chat(**rendering: Any) -> Chat:
+def word_chat(**rendering):
     """A chat of whole words, so that tokens can be counted by hand: "Thought: hm Action: left <end>" are five of them.
 
     A user's turn costs its words and two more, for <user> and <agent>.
@@ -310,7 +305,7 @@ def word_chat(**rendering: Any) -> Chat:
     return Chat(tokenizer, Rendering(**{"max_new_tokens": 12, "stop": ()} | rendering))
 
 
-def tiny_lm(chat: Chat, seed: int = 0, **options: Any) -> Any:
+def tiny_lm(chat, seed=0, **options):
     """Two layers of 32 with grouped keys; weights large enough that what differs in the input differs in the output."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
@@ -322,11 +317,11 @@ def tiny_lm(chat: Chat, seed: int = 0, **options: Any) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def gradients(model: Any, loss: torch.Tensor) -> Sequence[torch.Tensor]:
+def gradients(model, loss):
     return torch.autograd.grad(loss, [*model.parameters()])
 
 
-def tiny_backbone(chat: Chat, seed: int = 0) -> Any:
+def tiny_backbone(chat, seed=0):
     return tiny_lm(chat, seed).model
 
 
@@ -348,7 +343,7 @@ KINDS = {  # by model type: what its config needs besides
 }
 
 
-def tiny(name: str) -> torch.nn.Module:
+def tiny(name):
     """A small model of random weights, by its model type."""
     kind = type(transformers.AutoConfig.for_model(name))
     known = kind().to_dict()
@@ -357,7 +352,7 @@ def tiny(name: str) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config).float().eval()
 
 
-def log_pi(next_token: Callable[[list[int]], torch.Tensor], ids: list[int], valid: list[list[int]]) -> torch.Tensor:
+def log_pi(next_token, ids, valid):
     """Of one of the valid actions: token by token, among those with which one can go on. next_token: its logits."""
     total = torch.zeros(())
     for t, token in enumerate(ids):
@@ -366,7 +361,7 @@ def log_pi(next_token: Callable[[list[int]], torch.Tensor], ids: list[int], vali
     return total
 
 
-def save_agent(folder: Path, seed: int = 0, options: Any = (), **rendering: Any) -> Path:
+def save_agent(folder, seed=0, options=(), **rendering):
     """A checkpoint of an agent with random weights that knows the words of the fake world. options: the model's."""
     chat = word_chat(**rendering)
     tiny_lm(chat, seed, **dict(options)).save_pretrained(folder)
@@ -374,26 +369,26 @@ def save_agent(folder: Path, seed: int = 0, options: Any = (), **rendering: Any)
     return folder
 
 
-def dump(records: list[dict]) -> str:
+def dump(records):
     return "".join(json.dumps(r) + "\n" for r in records)
 
 
-def without_seconds(path: Path) -> list[dict]:
+def without_seconds(path):
     """The lines of a file but for their seconds."""
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read_jsonl(path)]
 
 
-def code_on(page: str, word: str) -> str:
+def code_on(page, word):
     """The code on a page of docs/ that has this word."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.S)
     (code,) = (block for block in blocks if word in block)
     return code
 
 
-def fork(main: Callable, argv: list[str], folder: Path = Path(), **env: str) -> BaseProcess:
+def fork(main, argv, folder=Path(), **env):
     """A stage in a process of its own, to be killed or run beside others."""
 
-    def stage() -> None:
+    def stage():
         os.chdir(folder)
         os.environ |= env
         main(argv)
@@ -403,7 +398,7 @@ def fork(main: Callable, argv: list[str], folder: Path = Path(), **env: str) -> 
     return process
 
 
-def over(usual: Sequence[str], more: Sequence[str]) -> list[str]:
+def over(usual, more):
     """The usual flags but for those that `more` has, and `more`."""
     kept, wanted = [], True
     for word in usual:
@@ -413,14 +408,14 @@ def over(usual: Sequence[str], more: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def refused(says: str) -> Iterator[Any]:
+def refused(says):
     """A block that ends in a UserError of one line, in which the pattern is found."""
     with pytest.raises(UserError, match=says) as error:
         yield error
     assert "\n" not in str(error.value)
 
 
-def settings_of(stage: Any, *argv: str) -> Any:
+def settings_of(stage, *argv):
     """The Config of a stage or an experiment, a module, as these flags set it."""
     return settings.read_settings(stage.Config, stage.__doc__, list(argv))
 
@@ -445,18 +440,18 @@ def real_shop(human=False, **options):
 # --------------------------------------------------------------------------------- an OpenAI-compatible server
 
 
-def reply(choice: dict, *more: dict, read: int, written: int) -> dict:
+def reply(choice, *more, read, written):
     """A reply of one choice or several, and the tokens that it counts."""
     usage = {"prompt_tokens": read, "completion_tokens": written}
     return {"model": "first", "usage": usage, "choices": [choice, *more]}
 
 
-def completion(text: str, end: str | None = "stop", read: int = 0, written: int = 3, **more: Any) -> dict:
+def completion(text, end="stop", read=0, written=3, **more):
     """A reply to completions. more: of the choice, as prompt_logprobs."""
     return reply({"text": text, "finish_reason": end} | more, read=read, written=written)
 
 
-def chat_completion(*contents: str | None, read: int = 0, end: str = "stop") -> dict:
+def chat_completion(*contents, read=0, end="stop"):
     """A reply to chat completions, whose tokens are words."""
     written = sum(len((content or "").split()) for content in contents)
     choices = [{"message": {"role": "assistant", "content": content}, "finish_reason": end} for content in contents]
@@ -476,15 +471,15 @@ class FakeServer:
     pause: seconds that each request takes. most: requests at once.
     """
 
-    def __init__(self, model: Any = None, qnet: Any = None, text: str = "Action: left {seed}") -> None:
+    def __init__(self, model=None, qnet=None, text="Action: left {seed}"):
         self.model, self.qnet, self.text = model, qnet, text
-        self.script: list[Any] = []
-        self.seen: list[dict] = []
-        self.connections: list[socket.socket] = []
+        self.script = []
+        self.seen = []
+        self.connections = []
         self.pause, self.most = 0.0, 0
-        self.open: set[Handler] = set()
+        self.open = set()
 
-    def __enter__(self) -> FakeServer:
+    def __enter__(self):
         handler = type("Fake", (Handler,), {"fake": self})
         kind = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 128})  # of 5 it resets others
         self.server = kind(("127.0.0.1", 0), handler)
@@ -493,11 +488,11 @@ class FakeServer:
         self.url = f"{self.address}#first"
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self.server.shutdown()
         self.server.server_close()
 
-    def answer(self, body: dict) -> tuple[int, int, bytes]:
+    def answer(self, body):
         """Status, seconds of Retry-After, and what is sent."""
         self.seen.append(body)
         turn = self.script.pop(0) if self.script else self.well
@@ -510,7 +505,7 @@ class FakeServer:
             return *turn, json.dumps({"error": {"message": "not now"}}).encode()
         return 200, 0, json.dumps(turn).encode()
 
-    def well(self, body: dict) -> dict:
+    def well(self, body):
         """A reply with which nothing is wrong."""
         if "input" in body:
             return self.embeddings(body)
@@ -524,16 +519,16 @@ class FakeServer:
         return completion(*texts, read=len(body["prompt"]))
 
     @torch.inference_mode()
-    def prompt_logprobs(self, body: dict) -> dict:
+    def prompt_logprobs(self, body):
         """As vLLM tells them: of each token but the first."""
         logits = self.model(input_ids=torch.tensor([body["prompt"]])).logits[0]
-        told: list[dict | None] = [None]
+        told = [None]
         for token, row in zip(body["prompt"][1:], logits.log_softmax(-1), strict=False):
             told.append({str(token): {"logprob": float(row[token])}})
         return completion("x", "length", len(told), 1, prompt_logprobs=told)
 
     @torch.inference_mode()
-    def embeddings(self, body: dict) -> dict:
+    def embeddings(self, body):
         """A QNet's value at each text's last token, the last text first."""
         entries = []
         for index, ids in enumerate(body["input"]):
@@ -544,9 +539,7 @@ class FakeServer:
 
 
 class Handler(BaseHTTPRequestHandler):
-    fake: FakeServer
-
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.fake.connections.append(self.connection)
         self.fake.open.add(self)
@@ -564,24 +557,24 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
 class FastLoop(asyncio.SelectorEventLoop):
     """An event loop on a shortened clock: timeouts and pauses of `speed` seconds last one."""
 
-    def __init__(self, speed: int) -> None:
+    def __init__(self, speed):
         self.speed, waits = speed, selectors.DefaultSelector()
         select = waits.select
         waits.select = lambda timeout=None: select(timeout and timeout / self.speed)
         super().__init__(waits)
 
-    def time(self) -> float:
+    def time(self):
         return super().time() * self.speed
 
 
-def free_port() -> str:
+def free_port():
     """A port below those that systems give to others."""
     while True:
         with socket.socket() as free, contextlib.suppress(OSError):  # where it is in use

@@ -24,7 +24,7 @@ from environments.alfworld.plans import plan
 
 
 @pytest.fixture(scope="session")
-def env(made) -> ALFWorldEnv:
+def env(made):
     return envs.make("alfworld", data=made)
 
 
@@ -60,7 +60,7 @@ def test_side_by_side_with_textworld(env, kind, tmp_path):
         answer, *_ = theirs.step(action)
 
 
-def kitchen(lies: str, task: int = 3, o: str = "Apple", target: str = "CounterTop", old: bool = False):
+def kitchen(lies, task=3, o="Apple", target="CounterTop", old=False):
     """A made-up kitchen: a fridge and a microwave (closed), a counter, and at one spot two drawers (one opens)."""
     kinds = {"Fridge_bar_1": "Fridge", "Microwave_bar_1": "Microwave", "CounterTop_bar_1": "CounterTop"}
     kinds |= {"Drawer_bar_1": "Drawer", "Drawer_bar_2": "Drawer", "Sink_bar_1_bar_SinkBasin": "SinkBasin"}
@@ -74,7 +74,7 @@ def kitchen(lies: str, task: int = 3, o: str = "Apple", target: str = "CounterTo
     return alfworld_data.parse(make_alfworld.problem(place, places, pairs, goal), grammar)
 
 
-def walk(game, commands: str):
+def walk(game, commands):
     state, texts = game.start, []
     for command in commands.split(";"):
         state, text = game.step(state, command.strip())

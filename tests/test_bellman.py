@@ -71,7 +71,7 @@ def test_a_placebo_has_each_familys_own_values_in_an_order_of_the_runs_seed():
 
 
 @st.composite
-def grown_trees(draw) -> list[dict]:
+def grown_trees(draw):
     """A tree as Alg. 2 grows it: each branch is a chain from a node that has not ended, and its leaf has a reward."""
     tree = [node(0, None)]
     for branch in range(1, draw(st.integers(1, 6)) + 1):
@@ -83,7 +83,7 @@ def grown_trees(draw) -> list[dict]:
     return tree
 
 
-def paths_below(tree: list[dict], start: int) -> list[list[dict]]:
+def paths_below(tree, start):
     children = [n["node_id"] for n in tree if n["parent_id"] == start]
     return [[tree[start], *path] for c in children for path in paths_below(tree, c)] or [[tree[start]]]
 

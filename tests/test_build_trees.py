@@ -16,7 +16,7 @@ from qlass.messages import State, parse_action, replay
 from qlass.trees import tree_records
 
 
-def shown(*actions: str) -> Demonstration:
+def shown(*actions):
     """A demonstration of these actions."""
     state = FIRST
     for action in actions:
@@ -213,7 +213,7 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
 # ---------------------------------------------------------------------------------------------------------- the file
 
 
-def tasks_of(nodes: list[dict]) -> list[str]:
+def tasks_of(nodes):
     return list(dict.fromkeys(node["task_id"] for node in nodes))
 
 

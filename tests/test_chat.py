@@ -68,7 +68,7 @@ def test_words_of_the_task_and_prices_within_its_limit_are_marked(task, marked):
     assert mark(marked.replace(MARK, ""), task) == marked
 
 
-def chat_of(template: str) -> Chat:
+def chat_of(template):
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = template
     return Chat(tokenizer, Rendering())

@@ -42,7 +42,7 @@ def asked(fake, *flags, run="."):
     return lines, len(fake.seen) - before
 
 
-def steps_of(lines) -> int:
+def steps_of(lines):
     return sum(line["n_steps"] for line in lines)
 
 
@@ -216,7 +216,7 @@ NAMED = "write\n---\nname: x\n---"
 BEHIND = "\n\nThis brings us nearer to the goal."
 
 
-def is_call(action: str) -> bool:
+def is_call(action):
     """Whether an environment that lists JSON calls knows a text."""
     with contextlib.suppress(ValueError):
         return json.loads(action) == CALL
@@ -342,12 +342,12 @@ def test_tokens_billed_for_trees_are_those_of_all_processes(fake, monkeypatch):
     """One has begun before the other asks for anything, and finishes last."""
     build = build_trees.build
 
-    def main(rank: int) -> None:
+    def main(rank):
         with monkeypatch.context() as patch:
             patch.setenv("RANK", str(rank))
             chat_trees.main(["--run", "run", "--server", fake.url, "--limit", "2", "--rollouts", "4"])
 
-    def build_after_the_other(*arguments) -> None:
+    def build_after_the_other(*arguments):
         monkeypatch.setattr(build_trees, "build", build)
         main(0)
         build(*arguments)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -14,14 +13,13 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
-from torch import nn
 
 import q_search
 import sft
 import train_qnet
 from qlass import models
 from qlass.agent import load_policy
-from qlass.batching import Candidate, Sample
+from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
 from qlass.files import meta_of, parts_folder, write_json
 from qlass.inputs import checkpoint, sha256
@@ -34,12 +32,12 @@ CHAT = word_chat()
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 
-def save(model: nn.Module, folder: Path, chat: Chat = CHAT) -> None:
+def save(model, folder, chat=CHAT):
     model.save_pretrained(folder)
     chat.save(folder)
 
 
-def close(x, y) -> None:
+def close(x, y):
     torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
 
 
@@ -52,15 +50,15 @@ def copy(tmp_path, agent):
 # --------------------------------------------------------------------------------- what is not supported is not read
 
 
-def rewrite(file: Path, **settings: object) -> None:
+def rewrite(file, **settings):
     """More in a file of settings."""
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
-def reweighed(change: Callable[[dict], object]) -> Callable[[Path], None]:
+def reweighed(change):
     """Other weights in a checkpoint's file."""
 
-    def spoil(folder: Path) -> None:
+    def spoil(folder):
         weights = load_file(folder / "model.safetensors")
         change(weights)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -68,14 +66,14 @@ def reweighed(change: Callable[[dict], object]) -> Callable[[Path], None]:
     return spoil
 
 
-def encoder(folder: Path) -> None:
+def encoder(folder):
     """A BERT, whose every token sees those behind it."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes["initializer_range"] = 0.5
     hf.BertLMHeadModel(hf.BertConfig(vocab_size=len(CHAT.tokenizer), **sizes)).save_pretrained(folder)
 
 
-def in_shards(folder: Path, name: str) -> Path:
+def in_shards(folder, name):
     """Its weights in two files of such names, and an index; returns the second."""
     weights, index = load_file(folder / "model.safetensors"), {}
     for i in range(2):
@@ -185,7 +183,7 @@ def test_how_a_checkpoint_would_be_sampled_elsewhere_changes_nothing(copy):
     """As by Qwen 2.5's generation_config.json, which only says how a turn ends."""
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")))
 
-    def drawn() -> list[Candidate]:
+    def drawn():
         (candidates,) = load_policy(copy, Sampling(plain=True)).sample([Sample(state, 6, ("t",), 1.0)])
         return candidates
 
@@ -213,7 +211,7 @@ def test_only_what_is_loaded_is_downloaded(copy, monkeypatch):
     in_shards(copy, "ft-model-0000{}-of-00002.safetensors")
     loaded = [file.name for file in copy.iterdir()]
     others = ["consolidated.safetensors", "original/tokenizer.model", "onnx/config.json", "pytorch_model.bin"]
-    patterns: dict = {}
+    patterns = {}
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **asked: patterns.update(asked) or copy)
     assert checkpoint("org/model") == copy
     assert [*filter_repo_objects([*loaded, *others], **patterns)] == loaded
@@ -231,7 +229,7 @@ def test_numbers_that_bf16_must_not_round_and_kernels_that_must_not_run():
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def moved(net: nn.Module, start: nn.Module) -> set[str]:
+def moved(net, start):
     """The layers whose weights are others than at the start."""
     before = dict(start.named_parameters())
     return {name.split(".")[-2] for name, p in net.named_parameters() if not torch.equal(p, before[name])}
@@ -288,12 +286,12 @@ def test_lora_teaches_no_end_of_a_turn_that_was_never_trained(tmp_path, fake_wor
     sft.main([*train, "--overwrite"])
 
 
-def other_head(weights: dict, file: Path) -> None:
+def other_head(weights, file):
     """What a fault in saving would write."""
     save_file({name: weight + 0.1 for name, weight in weights.items()}, file)
 
 
-def other_agent(model: nn.Module, folder: Path) -> None:
+def other_agent(model, folder):
     hf.PreTrainedModel.save_pretrained(tiny_lm(CHAT, 1), folder)
 
 

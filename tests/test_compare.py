@@ -8,7 +8,6 @@ from fakes import FakeEnv, Script, run, word_chat
 from experiments import compare as stage
 from experiments import paraphrase
 from experiments.compare import Oracle, Player
-from q_search import Method
 from qlass.batching import Sample
 from qlass.messages import State, parse_action
 
@@ -57,7 +56,7 @@ def test_untried_candidates_come_first(turns, scores):
     assert found == scores and str(method) == "qlass:untried first M=2"
 
 
-def plan(*argv: str) -> list[Method]:
+def plan(*argv):
     return stage.plan_of(FakeEnv(), stage.settings_of(["--env", "frozenlake", *argv]))
 
 

@@ -21,7 +21,7 @@ def demonstrate(tmp_path):
     return run
 
 
-def followed(line) -> tuple[bool, bool, bool]:
+def followed(line):
     """True if the demonstration opens the first product alone, if it reads features, and if it chooses all options that
     the task names."""
     env = envs.make("webshop")

@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 import torch
 from fakes import FakeEnv
-from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 import bellman
@@ -34,11 +33,11 @@ from reporting import figures, pages, reference
 from reporting.result_lines import Result
 
 
-def text_of(path: str) -> str:
+def text_of(path):
     return (build.ROOT / path).read_text(encoding="utf-8")
 
 
-def lines_on(page: str, field: str) -> list[dict]:
+def lines_on(page, field):
     """The lines of files that a page shows and that have a field. "..." stands for more of a list."""
     shown = re.findall(r"^    \{.*(?:\n    .*)*", text_of(page), re.M)
     lines = [json.loads(" ".join(text.split("\n    ")).strip().replace(", ...]", "]")) for text in shown]
@@ -147,7 +146,7 @@ def test_the_report_to_click_through_is_that_of_the_trained_run(capsys):
     report_command.main(report.split())
     assert "warning" not in capsys.readouterr().err
 
-    def words(html: str) -> str:
+    def words(html):
         html = re.sub(r'src="data:[^"]*"', "", html)
         return re.sub(r"(?<=<td>)\d+\.\d\d(?=</td>)", "", html)  # seconds have two digits
 
@@ -187,7 +186,7 @@ def test_the_examples_run(agent, value_net, monkeypatch, capsys):
     (folder / "sft").symlink_to(agent)
     (folder / "qnet").symlink_to(value_net)
     monkeypatch.setattr("envs.make", lambda name: FakeEnv())
-    names: dict = {}
+    names = {}
     page = text_of("docs/tools.md").partition("# From Python")[2]
     for example in re.findall(r"```python\n(.*?)```", page, re.S)[:2]:
         exec(example, names)
@@ -199,12 +198,12 @@ def test_the_examples_run(agent, value_net, monkeypatch, capsys):
 
 
 def test_the_cells_of_the_notebook_run(monkeypatch):
-    shown: list[Figure] = []
+    shown = []
     monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=shown.append))
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("docs").mkdir()
     monkeypatch.chdir("docs")  # where Jupyter starts it
-    space: dict = {}
+    space = {}
     cells = ["".join(cell["source"]) for cell in json.loads(text_of("docs/qlass.ipynb"))["cells"] if "outputs" in cell]
     assert cells[0].startswith("%matplotlib inline\n")  # Jupyter shows what plt.show draws
     code = "\n".join(cells).replace('"--epochs", "40"', '"--epochs", "2"')

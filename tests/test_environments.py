@@ -430,7 +430,7 @@ class Bare(Switches):
 LIMITS = ("ten", "0", "-2", "true", "2.5")  # that are none
 
 
-def built(*options: str, kind: str = "Maze"):
+def built(*options, kind="Maze"):
     return envs.from_config(Sampling(env=f"test_environments:{kind}", env_option=options))
 
 

@@ -34,16 +34,16 @@ class Stage(Run):
     limit: int | None = workload(None)
 
 
-def flags(*words: str) -> Stage:
+def flags(*words):
     return read_settings(Stage, "A stage.", words)
 
 
-def begin(path: Path, *words: str) -> Output:
+def begin(path, *words):
     config = flags("--run", str(path.parent), *words)
     return Output(path, config, config.recipe(), {}, itemgetter("task_id"))
 
 
-def group(task: str) -> list[dict]:
+def group(task):
     return [{"task_id": task, "n": n, "text": "é" * n} for n in range(1 + int(task[1:]))]
 
 
@@ -51,11 +51,11 @@ WHOLE = "".join(files.dumps(line) for task in TASKS for line in group(task)).enc
 ALONE = (0, 1)
 
 
-def process(rank: int | str, width: int | str):
+def process(rank, width):
     return mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(width))
 
 
-def grow(path: Path, *words, share: tuple = ALONE, stop: int | None = None, tasks: list = TASKS) -> list[str]:
+def grow(path, *words, share=ALONE, stop=None, tasks=TASKS):
     """What a stage does, by process RANK of WORLD_SIZE, stopped in front of a group. Returns the tasks it did."""
     with process(*share):
         out = begin(path, *words)
@@ -99,7 +99,7 @@ def test_processes_of_other_settings_are_refused_before_there_is_a_group():
 
 
 def test_processes_that_train_again_share_the_demonstrations_that_were_played(capsys):
-    def collect(*words: str, most: int, share: tuple = ALONE) -> list[dict]:
+    def collect(*words, most, share=ALONE):
         config = flags("--run", ".", *words)
         with process(*share):
             return list(files.read_jsonl(demonstrations.collect(FakeEnv(), config, most)))
@@ -139,7 +139,7 @@ def test_mistakes_end_in_one_line_and_code_2_and_bugs_in_a_traceback(capsys):
             run_stage(mock.Mock(side_effect=bug))
 
 
-def write_too(path: Path) -> None:
+def write_too(path):
     with refused("x.jsonl: another process is writing it"):
         begin(path)
 

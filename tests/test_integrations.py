@@ -13,7 +13,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pydantic
 import pytest
@@ -227,18 +227,18 @@ def test_the_task_api_lists_what_reset_takes(sessions):
 class Client:
     """OpenEnv's, of the sessions of a server, without a network."""
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session):
         self.session = session
         self.sync = self.connect = lambda: self
         self.async_client, self._ws = self, object()
 
-    def reset(self, **names: Any) -> SimpleNamespace:
+    def reset(self, **names):
         return self.result(self.session.reset(**names))
 
-    def step(self, action: dict) -> SimpleNamespace:
+    def step(self, action):
         return self.result(self.session.step(SimpleNamespace(**action)))
 
-    def result(self, seen: Fields) -> SimpleNamespace:
+    def result(self, seen):
         reward = seen.reward if seen.done else 0.1  # many pay on the way
         fields = seen.model_dump(exclude={"reward", "done"})
         return SimpleNamespace(observation=fields, reward=reward, done=seen.done)
@@ -248,14 +248,14 @@ class Client:
 def serve(sessions, monkeypatch):
     """A function that puts an environment behind a server. Returns the clients that it has."""
 
-    def at_once(world: envs.TextEnv) -> list:
+    def at_once(world):
         clients, begin = [], sessions(world)
 
-        def connect(base_url: str) -> Client:
+        def connect(base_url):
             clients.append(Client(begin()))
             return clients[-1]
 
-        def post(url: str, json: dict, timeout: int) -> SimpleNamespace:
+        def post(url, json, timeout):
             assert url == "http://here/switches/tasks"
             return SimpleNamespace(json=lambda: {"tasks": begin().list_tasks(json["split"])})
 
@@ -323,7 +323,7 @@ class Restless(Switches):
 
     plays: ClassVar = []
 
-    def act(self, action: str) -> tuple[str, float, bool]:
+    def act(self, action):
         self.plays.append(action)
         text, reward, done = super().act(action)
         return f"{text} ({len(self.plays)})", reward, done

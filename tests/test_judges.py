@@ -74,7 +74,7 @@ def test_of_equal_scores_one_is_taken_at_random_and_a_missing_one_last():
         assert {max(range(2), key=ranked(scores, number).__getitem__) for number in range(40)} == {0, 1}
 
 
-def tree() -> list[dict]:
+def tree():
     """A labelled tree of the fake world: the demonstration goes right, right; from the root it is the better action,
     behind it the worse one. Nobody shows the two below left. Of the last pairs one is too near to rank, and one stands
     in a state that its actions do not lead to."""

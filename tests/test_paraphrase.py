@@ -16,11 +16,11 @@ PAGE = f"page {TASK} end"
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", PAGE)), TASK)
 
 
-def wording(task: str, index: int) -> str:
+def wording(task, index):
     return f"{'please ' * index}{task}"
 
 
-def draw(state: State, trial: int):
+def draw(state, trial):
     """The requests for three candidates, and the candidates; a model says how often it was asked to please."""
     asked = []
 

@@ -27,7 +27,7 @@ OWN = "environments.frozenlake.env:FrozenLakeEnv"
 LAKE = f"--env {OWN} --env-option map=4x4"
 
 
-def python(command: str, cwd: Path = Path(), **more: str) -> str:
+def python(command, cwd=Path(), **more):
     """What a Python of its own prints; it must end well, and find nothing changed. more: of its environment."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | more  # several threads would wait for one another
     words = [sys.executable, *shlex.split(command)]
@@ -38,7 +38,7 @@ def python(command: str, cwd: Path = Path(), **more: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def lake(tmp_path_factory) -> Path:
+def lake(tmp_path_factory):
     """Where the five scripts were run with their defaults, one after the other."""
     folder = tmp_path_factory.mktemp("lake")
     for stage in STAGES:  # each finds what the one before it left
@@ -111,7 +111,7 @@ def test_killed_stages_complete_the_same_files(tmp_path, monkeypatch):
     assert {path.name for path in killed.glob("run/[!.]*")} == {path.name for path in whole.glob("run/[!.]*")}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 

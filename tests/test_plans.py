@@ -20,7 +20,7 @@ SIDES = ["agent", "method", "M", "N", "select"]
 OPTIONAL = ["minus_split", "seeds", "commits", "gains", "stated", "stated_p", "source", "shown_first", "written"]
 
 
-def rows(method: str, rewards: tuple, tokens: int, **fields: str) -> list[dict]:
+def rows(method, rewards, tokens, **fields):
     """Rows of results.csv of three units, and of all."""
     row = PLACE | {"method": method, "tokens": tokens} | fields
     seeds = zip(("1", "2", "3", "all"), (*rewards, sum(rewards) / 3), strict=True)
@@ -35,18 +35,18 @@ RESULTS = pd.DataFrame([
 ])  # fmt: skip
 
 
-def plan(family: str, minus: str = "greedy", **fields: str) -> dict:
+def plan(family, minus="greedy", **fields):
     """A row of plans.csv, of QLASS."""
     row = {"family": family, "unit": "lake", "planned": "3", "changes": ""} | dict.fromkeys(OPTIONAL, "")
     rival = {f"minus_{name}": (PLACE | {"method": minus})[name] for name in SIDES}
     return row | PLACE | {"method": "qlass"} | rival | fields
 
 
-def table(*planned: dict) -> list[dict]:
+def table(*planned):
     return plans.table(pd.DataFrame(planned), RESULTS).to_dict("records")
 
 
-def p_of(*gains: float) -> float:
+def p_of(*gains):
     return stats.ttest_1samp(gains, 0.0).pvalue
 
 
@@ -117,7 +117,7 @@ def test_rows_of_run_folders(tmp_path):
     assert table["commit"].tolist() == ["abcdef4 abcdef5 abcdef6", "abcdef4", "abcdef5", "abcdef6"]
 
 
-def git(*words: str) -> str:
+def git(*words):
     if not shutil.which("git"):
         return ""
     return subprocess.run(["git", "-C", str(plans.FOLDER), *words], capture_output=True, text=True).stdout.strip()
@@ -134,12 +134,12 @@ PARTS = {  # of the test tasks of a split
 
 
 @functools.cache
-def times_of(commits: str) -> list[int]:
+def times_of(commits):
     """When these were made, the oldest first."""
     return sorted(map(int, git("log", "--no-walk", "--format=%ct", *commits.split()).split()))
 
 
-def tasks_of(row: pd.Series) -> list[tuple]:
+def tasks_of(row):
     """A row's condition with each name of its test tasks: those of a shop or a set of games, or shared by all."""
     environment, split = row["environment"], row["split"]
     parts = PARTS.get((environment, split), [split])
@@ -150,27 +150,27 @@ def tasks_of(row: pd.Series) -> list[tuple]:
     return [(*row[plans.KEYS], part) for part in parts]
 
 
-def first_plays(planned: pd.DataFrame, results: pd.DataFrame) -> dict[tuple, int]:
+def first_plays(planned, results):
     """When each condition first played each set of test tasks, by rows of results.csv and comparisons of which git has
     the gains."""
     plays = [(row, row["commit"]) for _, row in results.query(plans.UNITS).iterrows()]
     for _, plan in planned[(planned["gains"] != "") & (planned["commits"] != "")].iterrows():
         plays += [(side, plan["commits"]) for side in plans.sides_of(plan)]
-    first: dict[tuple, int] = {}
+    first = {}
     for row, commits in plays:
         for tasks in tasks_of(row):
             first[tasks] = min(times_of(commits)[-1], first.get(tasks, math.inf))
     return first
 
 
-def is_younger_than_a_row(plan: pd.Series, results: pd.DataFrame, first: dict) -> bool:
+def is_younger_than_a_row(plan, results, first):
     commits = " ".join(pd.concat(plans.rows_of(plan, results))["commit"])
     return bool(commits) and times_of(commits)[0] < times_of(plan["plan"])[0]
 
 
-def has_seen_its_tasks(plan: pd.Series, results: pd.DataFrame, first: dict) -> bool:
+def has_seen_its_tasks(plan, results, first):
     """True if, when it was planned, both sides had been played on all test tasks of it."""
-    tasks: list[tuple] = []
+    tasks = []
     for side, rows in zip(plans.sides_of(plan), plans.rows_of(plan, results), strict=True):
         played = [row for _, row in rows.query(plans.UNITS).iterrows()]
         tasks += chain.from_iterable(map(tasks_of, played or [side]))

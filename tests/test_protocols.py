@@ -15,7 +15,7 @@ FILES = ROOT / "data/protocols"
 ORIGINALS = [name for name in protocols.PROTOCOLS if name.startswith("alfworld") and "bundled" not in name]
 
 
-def read(name: str) -> dict:
+def read(name):
     return json.loads((FILES / f"{name}.json").read_text())
 
 

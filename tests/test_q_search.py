@@ -24,7 +24,7 @@ def never(request):
     raise AssertionError(f"no {type(request).__name__} was to be asked")
 
 
-def episode(method: Method, script=BOTH, q=never, env: FakeEnv | None = None, task="test0", chat=CHAT):
+def episode(method, script=BOTH, q=never, env=None, task="test0", chat=CHAT):
     """The record, the path taken, and all requests."""
     draw = script if callable(script) else Script(script)
     playing = method.play(env or FakeEnv(), task, chat)
@@ -43,7 +43,7 @@ THREE = by_trial({}, {(): "right"}, {(): "right", ("right",): "right"})  # left 
 LATE = by_trial(BOTH | {(): "left left"}, BOTH)  # the first trial never draws right at the root, the second does
 
 
-def onward(q: float):
+def onward(q):
     """Q of a net that likes to go right so much."""
     return lambda request: [q if parse_action(action) == "right" else 0.0 for action in request.actions]
 
@@ -102,7 +102,7 @@ def test_candidates_are_drawn_until_m_differ(draws, candidates, drawn):
 
 
 def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone():
-    def steps_of(seed: int) -> list:
+    def steps_of(seed):
         method = Method("random", "chance", M=2, seed=seed)
         return [episode(method, task=f"test{task}")[0]["steps"] for task in range(30)]
 
@@ -177,7 +177,7 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
             return Script({}, "left")(request)
         return Script(BOTH if request.key[0] in ("test2", "test3") else {(): "left right"}, "left")(request)
 
-    def printed(tasks: list[str]) -> str:
+    def printed(tasks):
         backends = {Sample: lambda asked: list(map(draw, asked)), Score: lambda asked: list(map(true_q, asked))}
         config = SimpleNamespace(in_flight=None, split="test")
         search = SimpleNamespace(config=config, env=FakeEnv(), tasks=tasks, chat=CHAT, backends=backends)
@@ -227,7 +227,7 @@ def test_an_n_is_of_all_methods_that_have_one_which_is_told(search, capsys):
 
 def test_the_seconds_of_a_methods_lines_add_up_to_the_time_of_its_play(search, monkeypatch):
     """By a clock that each step of the environment moves on by a second. Tasks are played side by side."""
-    played: list[str] = []
+    played = []
     act = FakeEnv.act
     monkeypatch.setattr(FakeEnv, "act", lambda env, action: played.append(action) or act(env, action))
     monkeypatch.setattr(q_search, "time", SimpleNamespace(monotonic=lambda: float(len(played))))

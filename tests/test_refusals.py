@@ -37,13 +37,13 @@ def given(agent, value_net, fake_world):
         Path(f"{name}.jsonl").write_text(dump(lines))
 
 
-def files() -> dict[Path, bytes]:
+def files():
     """What a refusal must leave as it is: all but logs, demonstrations that were played, and parts."""
     visible = [path for path in Path().rglob("*") if path.is_file()]
     return {path: path.read_bytes() for path in visible if not re.search(r"/\.|\.parts/|/expert\.|\.log\.", str(path))}
 
 
-def play(command: str, patch: pytest.MonkeyPatch) -> tuple[int, str]:
+def play(command, patch):
     """Run a command: its exit code and what it says. Stages and experiments run in this process."""
     script = re.fullmatch(r"((?:\w+=\S+ )*)python (?:-m )?(\S+?)(?:\.py)?( .*)?", command)
     if not script:

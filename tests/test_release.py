@@ -25,7 +25,7 @@ EXAMPLE = [{"role": "user", "content": "A room.\n\nYour task is to: look."}, {"f
 EXAMPLE += [{"role": "user", "content": "Observation: a"}, {"from": "gpt", "content": "Thought: hm\nAction: look"}]
 
 
-def publish(name: str, folder: Path) -> Path:
+def publish(name, folder):
     """Random weights in the release's layout: folder/Q and folder/agent."""
     tokenizer = chat_tokenizer(*name.split(), begins=True)
     llama = tiny_lm(word_chat(), 5, vocab_size=400, tie_word_embeddings=False).bfloat16()
@@ -47,7 +47,7 @@ def release(request, tmp_path_factory):
     return request.param, folder
 
 
-def written(name: str, messages: list[dict]) -> str:
+def written(name, messages):
     """The text that the release writes of messages."""
     text = ""
     for message in messages:
@@ -60,7 +60,7 @@ def written(name: str, messages: list[dict]) -> str:
     return text
 
 
-def value(name: str, folder: Path, messages: list[dict]) -> float:
+def value(name, folder, messages):
     """Q of the last message by the release's formula, without any of our code."""
     weights = torch.load(folder / "Q" / "pytorch_model.bin", weights_only=True)
     weights = {key: weight.float() for key, weight in weights.items()}
@@ -84,7 +84,7 @@ def test_the_agent_reads_the_releases_text_and_has_its_settings(release):
     assert not chat.rendering.stop
 
 
-def prompt_files() -> list[str]:
+def prompt_files():
     Path("inst.txt").write_text("You act.\n\nAction: <your next action>")
     Path("icl.json").write_text(json.dumps([EXAMPLE, EXAMPLE]))
     return ["--env-option", "instruction=inst.txt", "--env-option", "example=icl.json"]

@@ -132,7 +132,7 @@ def test_an_agent_none_of_whose_actions_is_known_is_warned_of_after_its_first_tw
 # ------------------------------------------------------------------------------------------------------ demonstrations
 
 
-def shown(agreement: str) -> Demonstration:
+def shown(agreement):
     """A demonstration of the fake world as it is."""
     env = FakeEnv()
     env.agreement = agreement

@@ -25,21 +25,23 @@ RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "reward": 1, "token
 QLASS = {"method": "qlass", "M": 2}
 
 
-def write(path: Path | str, records: list[dict]) -> None:
+def write(path, records):
     Path(path).write_text(dump(records))
 
 
-def parts_of(*arguments: object) -> dict[str, results.Group]:
+def parts_of(*arguments):
+    """Groups of results by their conditions."""
     sources = results.result_files(map(str, arguments))
     return {str(group.condition): group for group in results.read_results(sources)}
 
 
-def groups_in(records: list[dict]) -> dict[str, results.Group]:
+def groups_in(records):
     write("results.jsonl", [RESULT | record for record in records])
     return parts_of(".")
 
 
-def differences(groups: dict[str, results.Group]) -> dict[tuple[str, str], dict[str, str]]:
+def differences(groups):
+    """Rows of the table by the two methods of each."""
     table = tables.differences_table(list(groups.values()))
     return {(row["method"], row["minus"]): row for row in table.to_dict("records")}
 
@@ -108,7 +110,7 @@ def test_qlass_and_a_rival_meet_the_searches_of_their_m_and_the_best_of_n_of_the
         row = {"method": method, "M": int(m), "N": int(n), "select": "q" if n > "1" else ""}
         row["player"] = player if method == "vote" else ""
         records += [row | {"task_id": task, "tokens": {"generated": int(cost)}} for task in "ab"]
-    met: dict[str, list] = {}
+    met = {}
     for a, b in differences(groups_in(records)):
         met.setdefault(a, []).append(b.removeprefix("best-of-N, picked by QNet "))
     assert met["QLASS M=2"] == ["search by log-probability M=2", "N=3", "N=2"]
@@ -169,7 +171,7 @@ def test_expected_ranges_are_checked():
 PROTOCOL = {"environment": "lake", "version": "0", "options": [], "data": {}, "max_steps": None, "temperature": 0.7}
 
 
-def run_folder(folder: str, seed=0, sft="a", qnet="b", learned=()) -> str:
+def run_folder(folder, seed=0, sft="a", qnet="b", learned=()):
     """Results of greedy, qlass and a rule with metadata as the stages write them."""
     for name in ("sft", "qnet"):
         Path(folder, name).mkdir(parents=True)
@@ -222,9 +224,9 @@ def test_tasks_that_a_checkpoint_has_learned_from_are_counted(monkeypatch):
     (elsewhere / "results.meta.json").write_text(meta.replace('"sft": "sft"', '"sft": "../run/sft"'))
     settings = '[run]\nenv = "fake"\nenv_option = []\n[sft]\nmodel = "tiny"\n'
 
-    def warnings_of(path: Path, text: str, encoding: str = "utf-8-sig") -> str:  # as some editors write it
+    def warnings_of(path, text, encoding="utf-8-sig"):  # as some editors write it
         (folder / "settings.toml").write_text(text, encoding)
-        warnings: list[str] = []
+        warnings = []
         results.read_results(results.result_files([str(path)]), warnings)
         return "\n".join(warnings)
 
@@ -253,7 +255,7 @@ def test_the_protocol_stands_below_the_table(capsys):
 class Page(HTMLParser):
     """Every start tag of report.html with its attributes, and all texts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tags, self.words = [], ""
         self.feed(Path("report.html").read_text(encoding="utf-8"))
@@ -300,7 +302,7 @@ def test_a_tree_is_drawn_labelled_or_not(capsys):
     assert "tree_train_0.svg: the 6 nodes of task train_0" in capsys.readouterr().out
 
 
-def drawn(step: dict, **more: str) -> str:
+def drawn(step, **more):
     """What stands on the picture of an episode of one step."""
     figures.save(figures.episode(RESULT | {"steps": [step]} | more), Path("a.svg"))
     return "".join(ElementTree.parse("a.svg").getroot().itertext())

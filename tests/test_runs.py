@@ -48,9 +48,9 @@ FLOORS = [{"qlass"}, {"environments", "data"}, {"envs"}, {"sft", "build_trees", 
           {"integrations", "reporting"}, {"experiments"}]  # fmt: skip
 
 
-def imported_by(file: Path) -> set[str]:
+def imported_by(file):
     """The rooms that a file imports."""
-    names: list[str] = []
+    names = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
@@ -310,7 +310,7 @@ def test_my_run_names_each_script():
     assert set(rows) == set(SCRIPTS)
 
 
-def headings(page: Path) -> set[str]:
+def headings(page):
     """The anchors that GitHub gives a page's headings, and those that it names."""
     text = page.read_text(encoding="utf-8")
     titles = re.findall(r"^#+ (.*)$", text, re.M)

@@ -5,16 +5,13 @@ import contextlib
 import math
 import re
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fakes import (
@@ -50,7 +47,7 @@ AWAY = "http://127.0.0.1:9/v1#m"
 NET = QNet(tiny_backbone(CHAT), CHAT, hidden=8).eval()
 
 
-def request(n: int = 1, key: tuple = ("t", 0)) -> Sample:
+def request(n=1, key=("t", 0)):
     return Sample(FIRST, n, key, 0.8)
 
 
@@ -60,7 +57,7 @@ def clock(monkeypatch):
     return use_clock(monkeypatch, 10)
 
 
-def use_clock(monkeypatch, speed: int) -> FastLoop:
+def use_clock(monkeypatch, speed):
     loop = FastLoop(speed)
     threading.Thread(target=loop.run_forever, daemon=True).start()
     monkeypatch.setattr(servers, "event_loop", lambda: loop)
@@ -86,18 +83,18 @@ def qnet(tmp_path):
     return folder
 
 
-def agent_on(fake: FakeServer, sft: Path, **settings: Any) -> ServedPolicy:
+def agent_on(fake, sft, **settings):
     """The agent, behind the question that tells whether the server has its weights."""
     policy = ServedPolicy(sft, Sampling(server=fake.url, **settings))
     fake.seen.clear()
     return policy
 
 
-def answer(waiting: Coroutine) -> Any:
+def answer(waiting):
     return asyncio.run_coroutine_threadsafe(waiting, servers.event_loop()).result()
 
 
-def texts(policy: ServedPolicy, *requests: Sample) -> list[str]:
+def texts(policy, *requests):
     return [c.text for drawn in policy.sample(list(requests)) for c in drawn]
 
 
@@ -172,13 +169,13 @@ def test_a_reply_that_is_none_stops_the_run(fake, sft, reply, says):
     assert len(fake.seen) == 1
 
 
-def hang(body: dict, connection: socket.socket) -> int:
+def hang(body, connection):
     """No reply, until the client closes the connection."""
     assert connection.recv(1) == b""
     return 0
 
 
-def trickle(body: dict, connection: socket.socket) -> int:
+def trickle(body, connection):
     """A byte now and then, until the client closes the connection."""
     with contextlib.suppress(OSError):
         connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
@@ -213,12 +210,12 @@ def test_a_server_may_ask_for_seconds_or_for_a_time(asked, seconds):
 def test_one_deadline_holds_for_one_question_whatever_the_server_does(monkeypatch, capsys):
     clock = use_clock(monkeypatch, 60)
 
-    async def outcome(fake: FakeServer, failure: Any) -> tuple[list[float], str]:
+    async def outcome(fake, failure):
         server, times = Server(fake.url), [0.0]
         async with one_by_one:
             await server.complete([1] * LENGTH)
 
-        def trouble(body: dict) -> Any:
+        def trouble(body):
             times.append(clock.time())
             return failure(body, fake.connections[-1]) if callable(failure) else failure
 
@@ -227,7 +224,7 @@ def test_one_deadline_holds_for_one_question_whatever_the_server_does(monkeypatc
             await server.complete([1] * LENGTH)
         return [*times, clock.time()], str(error.value)
 
-    async def outcomes(fakes: list[FakeServer]) -> list:
+    async def outcomes(fakes):
         return await asyncio.gather(*map(outcome, fakes, [failure for failure, *_ in TROUBLE.values()]))
 
     one_by_one = asyncio.Lock()
@@ -286,11 +283,11 @@ def test_a_player_waits_for_no_other(fake, sft):
     """One whose answer does not come until all others have ended, each step of whom a local model scores."""
     policy, others_end = agent_on(fake, sft), threading.Event()
 
-    def slow(body: dict) -> dict:
+    def slow(body):
         assert others_end.wait(20)
         return fake.well(body)
 
-    async def episode(player: int) -> list[str]:
+    async def episode(player):
         drawn = []
         for step in range(3):
             (candidate,) = await request(1, (player, step))
@@ -312,7 +309,7 @@ def test_ctrl_c_stops_at_once(fake, sft):
     """Also where a reply never comes and others wait."""
     end = threading.Event()
 
-    def stall(body: dict) -> int:
+    def stall(body):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         end.wait(20)
         return 503
@@ -346,7 +343,7 @@ def test_a_server_that_tells_no_log_probabilities_writes_and_is_no_judge(fake, s
     """As SGLang: whether it has the agent's weights can't be known."""
     write_json(meta_path(sft), {"fingerprint": [-1.0, -2.0]})
 
-    def silent(body: dict) -> dict:
+    def silent(body):
         reply["usage"]["prompt_tokens"] = len(body["prompt"])
         return reply
 
@@ -369,13 +366,13 @@ def test_a_served_qnet_gives_the_local_values_and_no_others(fake, qnet):
     assert served.score([siblings])[0] == pytest.approx(NET.score([siblings])[0], abs=1e-5)
     assert len(fake.seen) == 1  # siblings are one call
 
-    def not_finite(body: dict) -> dict:
+    def not_finite(body):
         reply = fake.embeddings(body)
         for entry in reply["data"]:
             entry["embedding"] = [math.inf]
         return reply
 
-    def of_texts(indices: list[int]) -> Callable[[dict], dict]:
+    def of_texts(indices):
         """A reply with the embeddings of these texts alone."""
         return lambda body: (reply := fake.embeddings(body)) | {"data": [reply["data"][i] for i in indices]}
 
@@ -387,7 +384,7 @@ def test_a_served_qnet_gives_the_local_values_and_no_others(fake, qnet):
 
 
 def test_a_search_by_a_served_qnet_is_the_local_one(fake, qnet, sft, fake_world, tmp_path):
-    def search(qnet: object, out: str) -> list[dict]:
+    def search(qnet, out):
         flags = ["--run", ".", "--preset", "paper", "--sft", str(sft), "--out", out]
         q_search.main([*flags, "--limit", "3", "--skip", "0", "--qnet", str(qnet)])
         return without_seconds(tmp_path / out)

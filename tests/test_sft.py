@@ -58,7 +58,7 @@ class ByHand:
 def test_the_loss_by_hand():
     """Each token is predicted by the position before it: of 4 tokens 3 predict."""
 
-    def loss(*labels: list[int]) -> float:
+    def loss(*labels):
         return sft.sft_loss(ByHand(), [sft.Example([0] * len(of), of) for of in labels]).item()
 
     # Tokens 1 and 2 count: -log(1/2) of the first position, -log(3/4) of the second.
@@ -76,12 +76,12 @@ def test_the_learning_rate_rises_and_falls():
     assert rate[3 + 97 // 2] == pytest.approx(0.5, abs=0.02) and 0 < rate[-1] < 0.001
 
 
-def shown(*states: State) -> list[Demonstration]:
+def shown(*states):
     return [Demonstration(None, state) for state in states]
 
 
 def test_every_twentieth_task_is_held_out():
-    def played(task: int) -> State:
+    def played(task):
         return State((("user", "walk"), ("assistant", "OK"), ("user", f"you stand at {task}"), ("assistant", "go")))
 
     expert = shown(*(played(i // 2) for i in range(800)))  # two of each task
@@ -152,7 +152,7 @@ def clone(agent, fake_world):
     shutil.copytree(agent, "model", ignore=shutil.ignore_patterns(Rendering.FILE))
     run = ["--env", "frozenlake", "--run", "."]
 
-    def command(*more: str, out: str = "sft", play: tuple[str, ...] = ()) -> tuple:
+    def command(*more, out="sft", play=()):
         usual = [*run, "--model", "model", "--epochs", "1", "--out", out]
         sft.main(over(usual, more))
         env = FakeEnv()

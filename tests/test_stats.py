@@ -9,17 +9,17 @@ import pytest
 from reporting.stats import bootstrap, crossed, interval, paired_difference
 
 
-def series(values: dict[tuple, float]) -> pd.Series:  # by task and seed
+def series(values):  # by task and seed
     return pd.Series(values, dtype=float)
 
 
-def in_blocks(values, size: int) -> tuple[pd.Series, dict]:
+def in_blocks(values, size):
     """`size` tasks of each value, which vary together, and the block of each."""
     tasks = {(f"{block}-{i}", 0): value for block, value in enumerate(values) for i in range(size)}
     return series(tasks), {task: task.partition("-")[0] for task, _ in tasks}
 
 
-def ends(estimate) -> tuple[float, float]:
+def ends(estimate):
     return estimate.low, estimate.high
 
 

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from qlass.fast.cache import PromptCache
 from qlass.fast.decode import FastPolicy
 from qlass.fast.score import FastQNet
 from qlass.fast.token_tree import TokenTree, batches, windows_of
-from qlass.messages import State, react
+from qlass.messages import react
 from qlass.noise import uniforms
 from qlass.policy import Policy
 from qlass.settings import Sampling
@@ -32,12 +31,12 @@ MODEL = tiny_lm(CHAT)
 
 
 @torch.inference_mode()
-def plain(ids: list[int], model: Any = MODEL) -> torch.Tensor:
+def plain(ids, model=MODEL):
     """Logits (T, V) of one sequence by itself."""
     return model(input_ids=torch.tensor([ids])).logits[0].double()
 
 
-def step(state: State, *path: str) -> State:
+def step(state, *path):
     return state.extended(react("hm", path[-1]), " ".join(("Observation: you stand at start", *path)))
 
 
@@ -59,7 +58,7 @@ def test_batches_hold_every_item_once_within_the_budget(items, budget, min_fill)
         assert min(lengths) >= min_fill * max(lengths)
 
 
-def requests(valid: bool) -> list[Sample]:
+def requests(valid):
     """32 requests of several states, sizes and temperatures."""
     return [
         Sample(STATES[i % 6], 1 + i % 3, ("task", i), (0.8, 1.0, 0.0, 2.0)[i % 4], ACTIONS[: 2 + i % 4] * valid)
@@ -70,7 +69,7 @@ def requests(valid: bool) -> list[Sample]:
 def test_neither_the_batch_nor_what_else_it_holds_matters():
     asked = [*requests(valid=True)[::2], *requests(valid=False)]
 
-    def written(size: int, seed: int = 0, **settings: Any) -> list[str]:
+    def written(size, seed=0, **settings):
         agent = FastPolicy(MODEL, CHAT, seed)
         vars(agent).update(settings)
         drawn = [agent.sample(asked[start : start + size]) for start in range(0, len(asked), size)]
@@ -83,7 +82,7 @@ def test_neither_the_batch_nor_what_else_it_holds_matters():
     assert written(64, seed=1) != alone
 
 
-def written_plainly(model: Any, chat: Chat, request: Sample, k: int) -> tuple[list[int], float]:
+def written_plainly(model, chat, request, k):
     """Candidate k of a free request, one token at a time without a cache: its tokens and their log-probability."""
     prompt, ids, total = chat.prompt(request.state), [], 0.0
     stops = chat.rendering.stop
@@ -119,7 +118,7 @@ def test_free_sampling_equals_one_token_at_a_time(model, chat):
     assert min(lengths) < max(lengths) == chat.rendering.max_new_tokens  # some end, some are cut
 
 
-def logprobs_by_brute_force(state: State, valid: tuple[str, ...], temperature: float) -> list[float]:
+def logprobs_by_brute_force(state, valid, temperature):
     prompt, whole = CHAT.prompt(state), [CHAT.action_tokens(a, state.task) for a in valid]
     return [log_pi(lambda ids: plain([*prompt, *ids])[-1] / temperature, ids, whole).item() for ids in whole]
 
@@ -218,7 +217,7 @@ class Digit(Number):
     pass
 
 
-async def countdown(i: int, rounds: int) -> int:
+async def countdown(i, rounds):
     """An episode of so many requests."""
     for _ in range(rounds):
         assert await Number(i) == i
@@ -226,7 +225,7 @@ async def countdown(i: int, rounds: int) -> int:
 
 
 def test_episodes_come_as_they_finish_or_in_their_order():
-    def episodes(*rounds: int):
+    def episodes(*rounds):
         return itertools.starmap(countdown, enumerate(rounds))
 
     models = {Number: list}
@@ -240,13 +239,13 @@ def test_episodes_come_as_they_finish_or_in_their_order():
 def test_requests_of_one_type_are_answered_in_one_call():
     calls = []
 
-    async def episode(i: int) -> int:
+    async def episode(i):
         first = await Number(i)
         if i % 2:
             await Digit(i)
         return first + await Number(10 * i)
 
-    def answer(asked: list) -> list:
+    def answer(asked):
         calls.append(asked)
         return [2 * number for number in asked]
 
@@ -255,7 +254,7 @@ def test_requests_of_one_type_are_answered_in_one_call():
 
 
 def test_scores_that_are_not_finite_stop_whoever_gives_them():
-    async def episode(request: Score) -> list[float]:
+    async def episode(request):
         return await request
 
     for kind, value in ((Score, math.nan), (LogProb, -math.inf)):

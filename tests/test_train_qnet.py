@@ -12,7 +12,6 @@ from fakes import FakeEnv, dump, gradients, labelled_tree, settings_of, tiny_bac
 import train_qnet
 from docs import own_loss
 from qlass.batching import Score
-from qlass.chat import Chat
 from qlass.files import meta_of
 from qlass.messages import State
 from qlass.pairs import Pair, hold_out_trees, pairs_of, ranking
@@ -23,12 +22,12 @@ from train_qnet import QNet, family_loss
 TREE = pairs_of(labelled_tree())
 
 
-def qnet(chat: Chat | None = None, **options) -> QNet:
+def qnet(chat=None, **options):
     chat = chat or word_chat()
     return QNet(tiny_backbone(chat), chat, **{"hidden": 16} | options)
 
 
-def q(net: QNet, pair: Pair) -> float:
+def q(net, pair):
     return net.score([Score(pair.state, (pair.action,))])[0][0]
 
 
@@ -85,7 +84,7 @@ def test_packs_have_the_loss_and_gradients_of_the_pairs_one_by_one(
 TREES = [pairs_of(labelled_tree(f"train{i}")) for i in range(5)]
 
 
-def trained(net: QNet, trees: list, held_out: list = (), **more) -> dict:
+def trained(net, trees, held_out=(), **more):
     """Train a QNet on trees: the figures."""
     flags = "--preset paper --epochs 2 --batch 4 --lr 1e-3 --max-tokens 2048"
     config = replace(settings_of(train_qnet, *flags.split()), **more)
@@ -136,7 +135,7 @@ def test_the_head_has_a_learning_rate_of_its_own():
     assert moved == {"backbone"}
 
 
-def sibling_accuracy(trees: list, scores: dict) -> dict:
+def sibling_accuracy(trees, scores):
     ranks = ranking(lambda requests: [[scores[r.state, action] for action in r.actions] for r in requests], trees)
     return {name: ranks[name] for name in ("sibling_accuracy", "sibling_pairs")}
 

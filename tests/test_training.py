@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -65,11 +64,11 @@ class Stopped(Exception):
     pass
 
 
-def flat(model: nn.Module) -> torch.Tensor:
+def flat(model):
     return torch.cat([weight.detach().flatten() for weight in model.parameters()])
 
 
-def fit(stop: int | None = None, losses: list = LOSSES, folder: Path = Path(), **more):
+def fit(stop=None, losses=LOSSES, folder=Path(), **more):
     """Clone ten examples in updates of three; `losses` are the validation's. Raises Stopped before update `stop`.
     Returns the weights at the end, figures, and the weights after each epoch."""
     folder.mkdir(exist_ok=True)
@@ -78,12 +77,12 @@ def fit(stop: int | None = None, losses: list = LOSSES, folder: Path = Path(), *
     model = tiny_lm(CHAT, attention_dropout=0.5)  # the random state counts too
     weights = []
 
-    def loss_of(model: nn.Module, portion: list) -> torch.Tensor:
+    def loss_of(model, portion):
         if log.step == stop:
             raise Stopped
         return sft.sft_loss(model, portion)
 
-    def validate(model: nn.Module, *_: object) -> float | None:
+    def validate(model, *_):
         weights.append(flat(model))
         return losses[len(log.curve)]
 
@@ -140,25 +139,25 @@ def unbroken(tmp_path_factory):
     return fit(folder=tmp_path_factory.mktemp("one"))
 
 
-def stopped() -> Path:
+def stopped():
     """A training that was stopped; returns its last state."""
     with pytest.raises(Stopped):
         fit(9, save_every=3)
     return Path("model.parts/last.safetensors")
 
 
-def full_disk(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+def full_disk(name):
     """A file of this name finds no room; a state leaves a draft."""
     usual = open
 
-    def save_full(state: dict, draft: Path, log: dict) -> None:
+    def save_full(state, draft, log):
         draft.write_bytes(b"cut")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     def open_full(file, *args, **options):
         return usual("/dev/full" if Path(file).name in (name, f".{name}.draft0") else file, *args, **options)
 
-    def fill(patch: pytest.MonkeyPatch) -> None:
+    def fill(patch):
         patch.setattr("builtins.open", open_full)
         if name.endswith(".safetensors"):
             patch.setattr("qlass.training.save_file", save_full)
@@ -166,7 +165,7 @@ def full_disk(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return fill
 
 
-def diverging(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+def diverging(change):
     usual = sft.sft_loss
     return lambda patch: patch.setattr("sft.sft_loss", lambda *arguments: change(usual(*arguments)))
 
@@ -199,12 +198,12 @@ def test_a_fault_is_one_line_and_the_next_start_goes_on_as_if_it_had_not_been(fa
 class Evil:
     """A pickle that makes a folder where it is read."""
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self):
         return Path.mkdir, (Path("struck"),)
 
 
-def rewritten(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    def spoil(file: Path) -> None:
+def rewritten(change):
+    def spoil(file):
         with safe_open(file, "pt") as state:
             log = state.metadata()
         tensors = load_file(file)
@@ -241,7 +240,7 @@ def test_a_state_of_another_kind_is_refused_in_one_line(name):
 def test_a_complete_checkpoint_is_kept_and_overwriting_begins_anew(capsys):
     out, parts = Path("model"), Path("model.parts")
 
-    def is_complete(**more: object) -> bool:
+    def is_complete(**more):
         log = Training(out, dataclasses.replace(SETTINGS, run=Path(), **more), {}, {})
         log.lock.release()
         return log.complete
@@ -297,7 +296,7 @@ def test_more_processes_than_gpus_are_refused_in_one_line(monkeypatch):
         device.join(SETTINGS)
 
 
-def launch(main, argv: list[str], code: int, n: int = 2) -> None:
+def launch(main, argv, code, n=2):
     """As torchrun does: the same command in n processes, its rank in the environment."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(n)}
     started = [fork(main, argv, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(n)]
@@ -328,7 +327,7 @@ def test_processes_share_the_work_and_train_what_one_does(stage, flags, n, agent
     main(one)
     end_update = Training.end_update
 
-    def stopping(self: Training, *update, **figures) -> None:
+    def stopping(self, *update, **figures):
         assert 0 < len(self.portions([*range(4)], lambda i: 9, 9)) < 4
         end_update(self, *update, **figures)
         if self.step == 3:

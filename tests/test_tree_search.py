@@ -22,10 +22,10 @@ PUCT = {"c": 1.0, "gamma": 0.9}
 BLIND = [("lookahead", {"gamma": 0.9}), ("beam", {"k": 2}), ("mcts", {"S": 8} | PUCT)]
 
 
-def written(table: dict, otherwise: tuple = (0, 0)):
+def written(table, otherwise=(0, 0)):
     """Scores of left and right by the path to a state."""
 
-    def q(request: Score) -> list[float]:
+    def q(request):
         scores = table.get(path_of(request.state), otherwise)
         return [scores["right" in action] for action in request.actions]
 
@@ -39,7 +39,7 @@ short_sighted = written(
 )
 
 
-def by_key(request: Sample) -> list[Candidate]:
+def by_key(request):
     return say(*("left" if uniforms(1, *request.key, k)[0] < 0.5 else "right" for k in range(request.n)))
 
 
