@@ -70,9 +70,9 @@ def value_net(tmp_path_factory):
 def build(agent, fake_world):
     """Runs build_trees.py with this agent on four new tasks; its lines."""
 
-    def command(*more, out="trees.jsonl"):
+    def command(flags="", out="trees.jsonl"):
         usual = f"--env frozenlake --run . --preset paper --sft {agent} --out {out} --tasks new --limit 4"
-        build_trees.main(over(usual.split(), more))
+        build_trees.main(over(usual, flags))
         return read_jsonl(Path(out))
 
     return command
@@ -82,11 +82,9 @@ def build(agent, fake_world):
 def search(request, tmp_path, agent, value_net, fake_world):
     """Runs the test's `stage` with these checkpoints; its lines without their seconds."""
 
-    def command(*more, out="results.jsonl"):
-        named = ["--sft", str(agent), "--qnet", str(value_net), "--out", out]
-        request.module.stage.main(
-            over(["--env", "frozenlake", "--run", ".", "--preset", "paper", *named, "--limit", "3"], more)
-        )
+    def command(flags, out="results.jsonl"):
+        usual = f"--env frozenlake --run . --preset paper --sft {agent} --qnet {value_net} --out {out} --limit 3"
+        request.module.stage.main(over(usual, flags))
         return without_seconds(tmp_path / out)
 
     return command

@@ -12,6 +12,7 @@ import operator
 import os
 import re
 import selectors
+import shlex
 import socket
 import threading
 import time
@@ -399,12 +400,9 @@ def fork(main, argv, folder=Path(), **env):
 
 
 def over(usual, more):
-    """The usual flags but for those that `more` has, and `more`."""
-    kept, wanted = [], True
-    for word in usual:
-        wanted = word not in more if word.startswith("--") else wanted
-        kept += [word] * wanted
-    return [*kept, *more]
+    """The words of the usual flags but for those that `more` has, and of `more`."""
+    words, flags = shlex.split(more), map(str.split, re.split(" (?=--)", usual))
+    return [*itertools.chain(*(flag for flag in flags if flag[0] not in words)), *words]
 
 
 @contextlib.contextmanager
@@ -415,9 +413,9 @@ def refused(says):
     assert "\n" not in str(error.value)
 
 
-def settings_of(stage, *argv):
+def settings_of(stage, flags=""):
     """The Config of a stage or an experiment, a module, as these flags set it."""
-    return settings.read_settings(stage.Config, stage.__doc__, list(argv))
+    return settings.read_settings(stage.Config, stage.__doc__, shlex.split(flags))
 
 
 # ---------------------------------------------------------------------------------------- recordings of WebShop

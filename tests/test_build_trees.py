@@ -225,14 +225,14 @@ def test_the_file_is_the_same_whatever_the_batch(build, monkeypatch):
     monkeypatch.setattr(FakeEnv, "side_by_side", 1)
     build(out="one.jsonl")
     assert Path("one.jsonl").read_bytes() == Path("trees.jsonl").read_bytes()
-    assert build("--seed", "1", out="other.jsonl") != nodes
+    assert build("--seed 1", out="other.jsonl") != nodes
 
 
-@pytest.mark.parametrize(("flags", "own", "lowest"), [([], 5, 2), (["--steps", "1"], 5, 1), (["--steps", "9"], 1, 1)])
+@pytest.mark.parametrize(("flags", "own", "lowest"), [("", 5, 2), ("--steps 1", 5, 1), ("--steps 9", 1, 1)])
 def test_new_tasks_are_the_last_ones_and_the_agent_keeps_the_lowest_step_limit(flags, own, lowest, build, monkeypatch):
     monkeypatch.setattr(FakeEnv, "tree_steps", 2)
     monkeypatch.setattr(FakeEnv, "max_steps", own)
-    nodes = build("--no-expert", *flags)
+    nodes = build(f"--no-expert {flags}")
     assert tasks_of(nodes) == ["train5", "train4", "train3", "train2"]
     assert max(node["depth"] for node in nodes) == lowest
     assert {node["source"] for node in nodes} == {"root", "policy"}
@@ -246,7 +246,7 @@ def test_trees_of_the_cloned_tasks_have_their_demonstrations(build, capsys):
         for task, action, reward in ways
     ]
     Path("mine.jsonl").write_text(dump(lines))
-    nodes = build("--tasks", "cloned", "--expert", "mine.jsonl")
+    nodes = build("--tasks cloned --expert mine.jsonl")
     assert tasks_of(nodes) == ["train1", "train3"]
     assert [node["action"] for node in nodes if node["expert"]] == ["Action: right"] * 2  # not the expert's own way
     # They lack their ends.
@@ -260,5 +260,5 @@ def test_a_root_has_its_page_alone_where_a_task_completes_the_instruction(build,
 
     monkeypatch.setattr(FakeEnv, "begin", begin)
     monkeypatch.setattr(FakeEnv, "agreement", "")
-    root, *_ = build("--limit", "1")
+    root, *_ = build("--limit 1")
     assert root["observation"] == "you stand at start"

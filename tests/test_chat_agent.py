@@ -20,7 +20,7 @@ from reporting import __main__ as reporting
 from reporting import show
 from train_qnet import QNet
 
-SEVERAL = ("--method", "random", "-M", "3", "--in-flight", "1")  # three answers to a request
+SEVERAL = "--method random -M 3 --in-flight 1"  # three answers to a request
 
 
 @pytest.fixture
@@ -30,15 +30,15 @@ def fake(fake_world):
         yield server
 
 
-def played(fake, *flags, run="."):
-    chat_agent.main(over(["--run", run, "--server", fake.url, "--limit", "2"], flags))
+def played(fake, flags="", run="."):
+    chat_agent.main(over(f"--run {run} --server {fake.url} --limit 2", flags))
     return read_jsonl(Path(run, "results_first.jsonl"))
 
 
-def asked(fake, *flags, run="."):
+def asked(fake, flags, run="."):
     """The lines, and the number of requests but for the first one, which asks for the model's name."""
     before = len(fake.seen) + 1
-    lines = played(fake, *flags, run=run)
+    lines = played(fake, flags, run=run)
     return lines, len(fake.seen) - before
 
 
@@ -47,7 +47,7 @@ def steps_of(lines):
 
 
 def test_each_method_takes_the_action_that_its_scores_say(fake, value_net):
-    lines = played(fake, "--qnet", str(value_net), "-M", "3", "-N", "1")
+    lines = played(fake, f"--qnet {value_net} -M 3 -N 1")
     assert [line["method"] for line in lines] == [m for m in ("greedy", "random", "best_of_n", "qlass") for _ in "12"]
     qnet = QNet.from_pretrained(value_net)
     choices = 0
@@ -68,7 +68,7 @@ def test_each_method_takes_the_action_that_its_scores_say(fake, value_net):
 
 def test_tokens_of_both_models_are_counted(fake, value_net):
     fake.text = "Action: right"
-    line = played(fake, "--method", "qlass", "--qnet", str(value_net), "-M", "3")[0]
+    line = played(fake, f"--method qlass --qnet {value_net} -M 3")[0]
     # "walk", "OK", "you stand at start"; then also "Action: right" and "Observation: you stand at start right"
     words = [6, 6 + 2 + 6, 6 + 2 + 6 + 2 + 7]
     assert line["usage"] == {"prompt": sum(words), "generated": 3 * 3 * 2}  # three answers to one request
@@ -82,44 +82,44 @@ def test_no_answer_is_asked_for_twice(fake, value_net):
     """Not after a stop or a kill, by another method, or for the same lines again."""
     fake.text = f"<think>à</think>{fake.text}"
     fake.script += [fake.well] * 4 + [400]
-    flags = ("--method", "sample", "--in-flight", "1")
+    flags = "--method sample --in-flight 1"
     with refused(fake.url):
-        played(fake, *flags)
+        played(fake, flags)
     file = Path("answers.results_first.jsonl")
     data = file.read_bytes()
     file.write_bytes(data[: data.rindex("à".encode()) + 1])  # a kill cuts the last of three, within a letter
-    lines, requests = asked(fake, *flags)
+    lines, requests = asked(fake, flags)
     assert requests == steps_of(lines) - 2
-    assert asked(fake, *flags) == (lines, 0)
-    again, requests = asked(fake, *flags, "--overwrite")
+    assert asked(fake, flags) == (lines, 0)
+    again, requests = asked(fake, f"{flags} --overwrite")
     assert [line | {"seconds": 0} for line in again] == [line | {"seconds": 0} for line in lines] and not requests
     before = len(fake.seen) + 1
-    more = played(fake, "--method", "sample", "qlass", "--qnet", str(value_net))
+    more = played(fake, f"--method sample qlass --qnet {value_net}")
     assert more[:2] == again and len(more) == 4
     assert "n" not in fake.seen[before]  # of two answers the first was there
 
 
 def test_a_missing_qnet_and_another_model_are_refused(fake):
-    flags = ("--method", "sample", "--in-flight", "1")
+    flags = "--method sample --in-flight 1"
     with refused("no such QNet: "):
         played(fake)
-    played(fake, *flags)
+    played(fake, flags)
     fake.script += [chat_completion("Hello") | {"model": "other"}]
     with refused("begun with model first, not other"):
-        played(fake, *flags)
+        played(fake, flags)
     fake.script += [chat_completion("Hello"), chat_completion("Action: right", read=6) | {"model": "other"}]
     with refused("it answered as first, and now as other"):
-        played(fake, *flags, run="new")
+        played(fake, flags, run="new")
 
 
 @pytest.mark.parametrize("refusal", [None, 400])
 def test_a_server_that_gives_one_answer_or_refuses_a_request_for_several_is_asked_one_by_one(fake, refusal, capsys):
-    expected, requests = asked(fake, *SEVERAL, "--body", '{"n": null}', run="without")
+    expected, requests = asked(fake, f"{SEVERAL} --body '{{\"n\": null}}'", run="without")
     assert requests == 3 * steps_of(expected) == len({body["seed"] for body in fake.seen[1:]})
     assert not any("n" in body for body in fake.seen)
     well = fake.well
     fake.well = lambda body: refusal if refusal and "n" in body else well(body | {"n": 1})
-    lines, more = asked(fake, *SEVERAL, run="several")
+    lines, more = asked(fake, SEVERAL, run="several")
     assert [line["steps"] for line in lines] == [line["steps"] for line in expected]
     assert more == requests + bool(refusal)  # it is asked for several once
     assert capsys.readouterr().err.count("each answer is a request of its own") == bool(refusal)
@@ -133,34 +133,34 @@ def test_one_bad_reply_stops_the_run_and_changes_no_later_request(fake, before, 
     """Unless it refuses the first request for several. The run goes on as one that was not stopped."""
     fake.script += [fake.well] * before + [mishap]
     with refused(fake.url):
-        played(fake, *SEVERAL, run="stopped")
-    lines, _ = asked(fake, *SEVERAL, run="stopped")
+        played(fake, SEVERAL, run="stopped")
+    lines, _ = asked(fake, SEVERAL, run="stopped")
     assert {body.get("n") for body in fake.seen if body["messages"][-1]["content"] != "Hello"} == {3}
-    straight = played(fake, *SEVERAL, run="straight")
+    straight = played(fake, SEVERAL, run="straight")
     assert [line["steps"] for line in lines] == [line["steps"] for line in straight]
     assert "a request of its own" not in capsys.readouterr().err
 
 
 def test_answers_belong_to_the_server_and_the_model_that_gave_them(fake):
     """Another one by the same alias is asked, also where --overwrite or --limit lets it in."""
-    flags = ("--method", "sample")
-    _, requests = asked(fake, *flags)
+    flags = "--method sample"
+    _, requests = asked(fake, flags)
     with FakeServer(text=fake.text) as other:
-        assert asked(other, *flags, "--overwrite")[1] == requests
+        assert asked(other, f"{flags} --overwrite")[1] == requests
     fake.well, well = lambda body: well(body) | {"model": "other"}, fake.well
-    assert asked(fake, *flags, "--overwrite")[1] == requests
+    assert asked(fake, f"{flags} --overwrite")[1] == requests
 
 
 def test_answers_are_bounded_and_billed(fake, capsys):
     """Those under way at the bound too, which are kept."""
     fake.pause = 0.3
     with refused("--max-answers 3: no more are asked for"):
-        played(fake, "--method", "sample", "--max-answers", "3")  # two tasks side by side
+        played(fake, "--method sample --max-answers 3")  # two tasks side by side
     assert len(fake.seen) == 1 + 3
     out, err = capsys.readouterr()
     assert "at most 10 answers (2 tasks, 5 steps, 1 for" in err
     assert json.loads(out.partition("billed: ")[2])["answers"] == 3  # of a stopped command too
-    lines, requests = asked(fake, "--method", "sample")
+    lines, requests = asked(fake, "--method sample")
     assert requests == steps_of(lines) - 3
     billed = json.loads(capsys.readouterr().out.partition("billed: ")[2])
     assert billed["answers"] == billed["requests"] == requests
@@ -168,18 +168,17 @@ def test_answers_are_bounded_and_billed(fake, capsys):
 
 def test_demonstrations_of_the_type_stand_in_front_of_the_task(fake, monkeypatch):
     monkeypatch.setattr(FakeEnv, "task_type", lambda self, task_id: f"type {int(task_id[-1]) % 2}")
-    flags = ("--method", "greedy", "--split", "train", "--examples")
-    played(fake, *flags, "2")
+    flags = "--method greedy --split train --examples"
+    played(fake, f"{flags} 2")
     contents = [message["content"] for message in fake.seen[1]["messages"]]
     assert len(contents) == 2 + 2 * 6 + 1  # instruction, OK, twice three steps, the task
     assert contents[2:8] == contents[8:14] and contents[3] == "Thought: this way\nAction: right"
     with refused("--examples 3: 2 can stand in front of task train"):
-        played(fake, *flags, "3", run="more")
+        played(fake, f"{flags} 3", run="more")
 
 
 def test_more_fields_of_a_request_and_fields_left_out(fake):
-    body = '{"max_tokens": null, "max_completion_tokens": 9, "top_k": 5}'
-    played(fake, "--method", "greedy", "--body", body)
+    played(fake, """--method greedy --body '{"max_tokens": null, "max_completion_tokens": 9, "top_k": 5}'""")
     asked = fake.seen[1]
     assert not {"stop", "max_tokens"} & asked.keys()
     assert (asked["max_completion_tokens"], asked["top_k"]) == (9, 5)
@@ -188,7 +187,7 @@ def test_more_fields_of_a_request_and_fields_left_out(fake):
 def test_a_server_that_cuts_prompts_is_told(fake):
     fake.script += [chat_completion("Action: right", read=6)] * 8
     with refused("reads 6 tokens of a prompt, and 6 of the shorter one before"):
-        played(fake, "--method", "greedy")
+        played(fake, "--method greedy")
 
 
 FORMS = [
@@ -260,7 +259,7 @@ def test_the_environment_is_asked_for_the_whole_then_without_marks_then_for_a_pa
 
 
 def test_a_report_names_the_model_and_what_it_was_billed(fake):
-    played(fake, "--method", "greedy", "random", "-M", "2")
+    played(fake, "--method greedy random -M 2")
     reporting.main(["--run", "."])
     text = Path("report.md").read_text()
     assert "| first, greedy |" in text and "agent, greedy" not in text
@@ -269,13 +268,13 @@ def test_a_report_names_the_model_and_what_it_was_billed(fake):
 
 def test_episodes_of_a_split_and_a_budget_are_shown(fake, capsys):
     """Without an agent's checkpoint from the result files."""
-    played(fake, "--method", "random", "-M", "2", "3")
-    flags = ["--run", ".", "--method", "random", "-M", "3"]
-    show.main(flags)
+    played(fake, "--method random -M 2 3")
+    flags = "--run . --method random -M 3"
+    show.main(flags.split())
     assert "\nrandom M=3: reward " in capsys.readouterr().out
     for more, name in (("-N 2", "test results of random M=3 N=2"), ("--split val", "val results of random M=3")):
         with refused(f"no agent, and no {name}"):
-            show.main([*flags, *more.split()])
+            show.main(f"{flags} {more}".split())
 
 
 UNCLEAR = 'answers have no action, or several lines "Action:"'
@@ -297,7 +296,7 @@ UNCLEAR = 'answers have no action, or several lines "Action:"'
 )
 def test_an_answer_that_is_not_as_it_should_be_is_played_and_told(fake, capsys, text, end, action, told):
     fake.well = lambda body: chat_completion(text, end=end, read=sum(map(len, map(str, body["messages"]))))
-    first, second = played(fake, "--method", "greedy")
+    first, second = played(fake, "--method greedy")
     assert {step["action"] for step in first["steps"]} == {action}
     said = capsys.readouterr().err
     assert f"{first['n_steps'] + second['n_steps']} {told}" in said if told else "warning" not in said
@@ -314,17 +313,16 @@ def test_a_qnet_learns_from_the_trees_of_a_chat_model_and_guides_it(fake, preset
     chat.tokenizer.save_pretrained("start")
     if preset == "tiny":
         chat.save(Path("start"))
-    run = ["--run", "run"]
-    chat_trees.main([*run, "--preset", preset, "--server", fake.url, "--limit", "3", "--rollouts", "4"])
+    chat_trees.main(f"--run run --preset {preset} --server {fake.url} --limit 3 --rollouts 4".split())
     roots = [node for node in read_jsonl(Path("run/trees.jsonl")) if node["parent_id"] is None]
     assert [root["task_id"] for root in roots] == FakeEnv().task_ids("train")[:-4:-1]
     usage = meta_of(Path("run/trees.jsonl"))["usage"]
     assert usage["requests"] == len(fake.seen) - 1 <= usage["answers"]
     assert usage["generated"] == 6 * usage["answers"]
-    bellman.main(run)
-    train_qnet.main([*run, "--sft", "start"])
+    bellman.main(["--run", "run"])
+    train_qnet.main(["--run", "run", "--sft", "start"])
     assert meta_of(Path("run/qnet"))["recipe"][field] == value  # of qlass/presets
-    line = played(fake, "--method", "qlass", "-M", "4", run="run")[0]
+    line = played(fake, "--method qlass -M 4", run="run")[0]
     assert any(len(step["candidates"]) == 2 for step in line["steps"])
 
 
@@ -332,7 +330,7 @@ def test_trees_of_a_server_that_names_no_model_and_does_not_count_what_it_writes
     well = fake.well
     fake.well = lambda body: {"choices": well(body)["choices"], "usage": {"prompt_tokens": len(str(body))}}
     url = fake.url.partition("#")[0]
-    chat_trees.main(["--run", "run", "--server", url, "--model", "mine", "--limit", "1", "--rollouts", "2"])
+    chat_trees.main(f"--run run --server {url} --model mine --limit 1 --rollouts 2".split())
     usage = meta_of(Path("run/trees.jsonl"))["usage"]
     assert usage["answers"] > 0 == usage["generated"]
     assert f"{url}#mine does not count the tokens that it writes: they are 0" in capsys.readouterr().err
@@ -345,7 +343,7 @@ def test_tokens_billed_for_trees_are_those_of_all_processes(fake, monkeypatch):
     def main(rank):
         with monkeypatch.context() as patch:
             patch.setenv("RANK", str(rank))
-            chat_trees.main(["--run", "run", "--server", fake.url, "--limit", "2", "--rollouts", "4"])
+            chat_trees.main(f"--run run --server {fake.url} --limit 2 --rollouts 4".split())
 
     def build_after_the_other(*arguments):
         monkeypatch.setattr(build_trees, "build", build)

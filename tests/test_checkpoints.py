@@ -158,7 +158,7 @@ def test_padding_by_a_plain_word_is_refused(tmp_path):
 
 def test_a_model_that_takes_no_updates_names_the_way_without():
     with refused(r"incompatible with Mamba.*\(without --lora all weights are trained\)"):
-        models.prepare_training(tiny("mamba2"), settings_of(sft, "--model", "mamba", "--lora", "2"))
+        models.prepare_training(tiny("mamba2"), settings_of(sft, "--model mamba --lora 2"))
 
 
 def test_a_bug_of_ours_keeps_its_traceback(copy, monkeypatch):
@@ -241,19 +241,19 @@ LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 @pytest.mark.parametrize("bits", [None, "4bit"])
 def test_updates_of_a_base_go_through_the_stages(tmp_path, fake_world, bits):
     """A checkpoint holds the merged model, in all the bits, and beside it the adapter."""
-    run = f"--env frozenlake --run {tmp_path}".split()
+    run = f"--env frozenlake --run {tmp_path}"
     if bits:
         pytest.importorskip("bitsandbytes")
-        run += ["--load-in", bits]
+        run += f" --load-in {bits}"
     save(tiny_lm(CHAT, hidden_size=64, intermediate_size=128), tmp_path / "base")
-    train = [*run, "--epochs", "3", "--lr", "0.01", "--lora", "2", "--batch", "2"]
-    sft.main([*train, "--model", "base", "--n-expert", "3"])
+    train = f"{run} --epochs 3 --lr 0.01 --lora 2 --batch 2"
+    sft.main(f"{train} --model base --n-expert 3".split())
     base, agent = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "sft"))
     assert moved(agent, base) == LINEAR
     adapter = peft.PeftModel.from_pretrained(base, tmp_path / "sft" / "adapter")
     close(adapter(IDS).logits, agent(IDS).logits)
     (tmp_path / "q_labels.jsonl").write_text(dump(labelled_tree("train0") + labelled_tree("train1")))
-    train_qnet.main([*train, "--sft", "sft", "--labels", "q_labels.jsonl"])
+    train_qnet.main(f"{train} --sft sft --labels q_labels.jsonl".split())
     net = QNet.from_pretrained(tmp_path / "qnet")
     assert moved(net.backbone, agent.model) == LINEAR and net.backbone.dtype == torch.float32
     adapter = peft.PeftModel.from_pretrained(agent.model, tmp_path / "qnet" / "adapter")
@@ -261,7 +261,7 @@ def test_updates_of_a_base_go_through_the_stages(tmp_path, fake_world, bits):
     policy = Policy(*models.load_model(tmp_path / "sft", Sampling(precision="float32")))
     for name, own in (("sft", policy.likelihoods), ("qnet", net.score)):  # of the files, in all bits
         assert meta_of(tmp_path / name)["fingerprint"][:2] == pytest.approx(own([QUESTION])[0], abs=1e-4)
-    q_search.main([*run, "--limit", "2"])
+    q_search.main(f"{run} --limit 2".split())
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) >= 2
 
 

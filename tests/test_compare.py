@@ -50,27 +50,27 @@ def test_untried_candidates_come_first(turns, scores):
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "start")))
     for action, page in (turn.split(":") for turn in turns.split()):
         state = state.extended(f"Action: {action}", page)
-    (method,) = plan("--method", "untried_qlass", "-M", "2")
+    (method,) = plan("--method untried_qlass -M 2")
     actions = ["Action: left", "Thought: hm Action: right"]
     found, _ = run(method.scores(state, actions, [], ()), lambda request: [2, 1])
     assert found == scores and str(method) == "qlass:untried first M=2"
 
 
-def plan(*argv):
-    return stage.plan_of(FakeEnv(), stage.settings_of(["--env", "frozenlake", *argv]))
+def plan(flags):
+    return stage.plan_of(FakeEnv(), stage.settings_of(f"--env frozenlake {flags}".split()))
 
 
 def test_all_is_the_comparison_of_all_methods(monkeypatch):
-    assert list(map(str, plan("--method", "all", "qlass", "-M", "2"))) == list(map(str, plan("-M", "2")))  # each once
-    assert {"best_of_n N=3 select=q", "qlass M=2 N=3 select=q"} <= {*map(str, plan("-M", "2", "-N", "3"))}
+    assert list(map(str, plan("--method all qlass -M 2"))) == list(map(str, plan("-M 2")))  # each once
+    assert {"best_of_n N=3 select=q", "qlass M=2 N=3 select=q"} <= {*map(str, plan("-M 2 -N 3"))}
     monkeypatch.setattr(FakeEnv, "omniscient", True)  # its expert knows more than the pages
-    assert plan("--method", "expert", "oracle") == [Player("oracle")]
+    assert plan("--method expert oracle") == [Player("oracle")]
     monkeypatch.delattr(FakeEnv, "expert")  # as a class of one's own may
-    assert not {"oracle", "expert"} & {str(method) for method in plan("-M", "2")}
+    assert not {"oracle", "expert"} & {str(method) for method in plan("-M 2")}
 
 
 def test_every_method_leaves_a_line_for_each_task(search, capsys):
-    records = search("--method", "all", "oracle_lookahead", "-M", "2", "3", "--split", "val", "--label", "x")
+    records = search("--method all oracle_lookahead -M 2 3 --split val --label x")
     assert {(r["env"], r["split"], r["label"], r["seed"]) for r in records} == {("fake", "val", "x", 0)}
     played = {(r["player"] or r["method"], r["M"], r["N"], r["select"], r["task_id"]): r for r in records}
     assert len(played) == len(records) == 17 * 3 and {key[-1] for key in played} == {"val0", "val1", "val2"}
@@ -88,6 +88,6 @@ def test_each_candidate_has_its_own_wording_if_a_server_words_the_task(search, m
 
     monkeypatch.setattr(paraphrase, "by_server", by_server)
     monkeypatch.setattr(FakeEnv, "instruction", "walk find the purse")  # whose words are changed
-    lines = search("--method", "likeliest", "expert", "-M", "3", "--paraphrase-server", "URL")
+    lines = search("--method likeliest expert -M 3 --paraphrase-server URL")
     assert {line["label"] for line in lines} == {"paraphrased"}
     assert asked == [("URL", index) for index in range(3)]  # each once for all tasks, which say the same

@@ -58,24 +58,22 @@ OF_A_RUN = [  # the same in a run that is begun
 def test_lora_in_the_file_of_a_run_has_a_rate_of_its_own(tmp_path):
     text = (PRESETS / "paper" / "any.toml").read_text()
     (tmp_path / "settings.toml").write_text(text.replace("[sft]", "[sft]\nlora = 16"))
-    assert settings_of(sft, "--run", str(tmp_path)).lr == 2e-4
+    assert settings_of(sft, f"--run {tmp_path}").lr == 2e-4
 
 
 @pytest.mark.parametrize(("stage", "flags", "expected"), SETTINGS)
 def test_flags_choose_the_preset_and_go_before_it(stage, flags, expected):
-    assert expected.items() <= vars(settings_of(stage, *flags.split())).items()
+    assert expected.items() <= vars(settings_of(stage, flags)).items()
 
 
 @pytest.mark.parametrize(("stage", "flags", "expected"), OF_A_RUN)
 def test_a_run_has_one_environment_and_seed(stage, flags, expected):
-    run = ["--run", "."]
-    first = settings_of(build_trees, *run, "--env", "frozenlake", "--env-option", "map=4x4", "--seed", "4")
-    settings.write_settings(first)
-    assert expected.items() <= vars(settings_of(stage, *run, *flags.split())).items()
+    settings.write_settings(settings_of(build_trees, "--run . --env frozenlake --env-option map=4x4 --seed 4"))
+    assert expected.items() <= vars(settings_of(stage, f"--run . {flags}")).items()
 
 
 def test_a_recipe_has_no_runtime_flags():
-    recipe = settings_of(build_trees, "--width", "2", "--limit", "9", "--plain").recipe()
+    recipe = settings_of(build_trees, "--width 2 --limit 9 --plain").recipe()
     assert recipe["width"] == 2 and not {"limit", "plain", "run", "preset", "overwrite", "out"} & recipe.keys()
 
 
@@ -118,22 +116,22 @@ def test_a_number_stands_in_the_presets_or_in_a_class_and_not_in_both(file):
         fields = {field.name: field.default for field in dataclasses.fields(module.Config)}
         assert table.keys() - {"with_lora"} <= fields.keys()
         if module in STAGES:
-            config = settings_of(module, "--env", tables["run"]["env"], "--preset", file.parent.name)  # none is missing
+            config = settings_of(module, f"--env {tables['run']['env']} --preset {file.parent.name}")  # none is missing
             twice = {name for name in table.keys() & fields.keys() if fields[name] not in (None, dataclasses.MISSING)}
             assert twice <= {"env", "env_option", "seed", "model"} and config.preset == file.parent.name
 
 
 def test_the_file_of_a_run_has_the_numbers_that_run(tmp_path, capsys):
     """A flag goes before the file, the file before the preset; --help shows what applies."""
-    run = ["--run", "."]
-    settings.write_settings(settings_of(sft, *run, "--model", "org/m", "--seed", "4", "--env-option", 'name=a\\"b'))
+    run = "--run ."
+    settings.write_settings(settings_of(sft, rf"{run} --model org/m --seed 4 --env-option 'name=a\"b'"))
     file = tmp_path / "settings.toml"
-    config = settings_of(sft, *run)  # stopped before its first state, it goes on with its own model
+    config = settings_of(sft, run)  # stopped before its first state, it goes on with its own model
     assert (config.model, config.seed, config.env_option) == ("org/m", 4, ('name=a\\"b',))
     file.write_text(file.read_text().replace("epochs = 3", "epochs = 7").replace("lr = 1e-5", "lr = 1e-4"))
-    assert settings_of(sft, *run).epochs == 7 and settings_of(sft, *run, "--epochs", "8").epochs == 8
+    assert settings_of(sft, run).epochs == 7 and settings_of(sft, f"{run} --epochs 8").epochs == 8
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        settings_of(sft, *run, "--batch", "5", "--help")
+        settings_of(sft, f"{run} --batch 5 --help")
     page = " ".join(capsys.readouterr().out.split())
     assert "(default: 7)" in page and "(default: 0.0001)" in page and "(default: org/m)" in page

@@ -13,9 +13,9 @@ from qlass.messages import parse_action, start, step
 
 @pytest.fixture
 def demonstrate(tmp_path):
-    def run(*flags):
-        usual = ["--env", "webshop", "--run", "run", "--preset", "tiny", "--limit", "40", "--out", "shown.jsonl"]
-        demonstrators.main(over([*usual, "--overwrite"], flags))
+    def run(flags=""):
+        usual = "--env webshop --run run --preset tiny --limit 40 --out shown.jsonl --overwrite"
+        demonstrators.main(over(usual, flags))
         return list(read_jsonl(tmp_path / "shown.jsonl"))
 
     return run
@@ -46,11 +46,11 @@ def test_half_of_them_find_the_product_and_half_choose_the_options_of_the_first(
     assert all(a != b for a, b in zip(careless, careful, strict=True)) and 12 < sum(careless) < 28
     assert any(not first and reads for first, reads, _ in ways)
     assert len(read(tmp_path / "shown.jsonl", envs.make("webshop"))) == 40  # sft.py --expert clones them
-    assert demonstrate() == lines != demonstrate("--seed", "1")
+    assert demonstrate() == lines != demonstrate("--seed 1")
 
 
 def test_the_careless_of_the_mixed_choose_nothing(demonstrate):
-    lines = demonstrate("--kind", "mixed")
+    lines = demonstrate("--kind mixed")
     ways = [followed(line) for line in lines]
     careless = [first and not reads and not options for first, reads, options in ways]
     assert 18 < sum(careless) < 32
@@ -58,7 +58,7 @@ def test_the_careless_of_the_mixed_choose_nothing(demonstrate):
 
 
 def test_the_best_paid_alone(demonstrate):
-    lines, best = demonstrate(), demonstrate("--best", "10")
+    lines, best = demonstrate(), demonstrate("--best 10")
     rewards = sorted((line["reward"] for line in lines), reverse=True)
     assert [line["reward"] for line in best] == rewards[:10] and all(line in lines for line in best)
 
@@ -66,7 +66,7 @@ def test_the_best_paid_alone(demonstrate):
 def test_one_kind_alone_on_other_tasks(demonstrate):
     tasks = envs.make("webshop").task_ids("test")[:40]
     for kind in ("careful", "careless"):
-        lines = demonstrate("--split", "test", "--kind", kind)
+        lines = demonstrate(f"--split test --kind {kind}")
         assert [line["task_id"] for line in lines] == tasks
         ways = [followed(line) for line in lines]
         assert any(ways) and not any(options if kind == "careful" else reads for _, reads, options in ways)
@@ -81,19 +81,19 @@ def test_the_best_branch_of_a_tree_is_the_demonstrators_or_the_agents(demonstrat
     for reward, depth in (played, shown):
         tree.append(node(len(tree), 0, reward, done=True, depth=depth, expert=len(tree) == 2))
     (tmp_path / "trees.jsonl").write_text(dump(tree))
-    (line,) = demonstrate("--trees", "trees.jsonl")
+    (line,) = demonstrate("--trees trees.jsonl")
     assert line["messages"][-1]["content"] == f"Action: {best}"
 
 
 def test_episodes_of_an_agent(demonstrate, tmp_path):
-    shown = demonstrate("--kind", "mixed")[:3]
+    shown = demonstrate("--kind mixed")[:3]
     played = [{"task_id": line["task_id"], "steps": [{"action": turn["content"]} for turn in line["messages"][3::2]]}
               for line in reversed(shown)]  # fmt: skip
     (tmp_path / "results.jsonl").write_text(dump(played))
-    assert demonstrate("--kind", "noisy", "--episodes", "results.jsonl") == shown
+    assert demonstrate("--kind noisy --episodes results.jsonl") == shown
     with refused("--kind noisy: --episodes names results"):
-        demonstrate("--kind", "noisy")
+        demonstrate("--kind noisy")
     for lines in (played * 2, [played[0] | {"task_id": "of test"}]):
         (tmp_path / "results.jsonl").write_text(dump(lines))
         with refused("an episode of each of the first"):
-            demonstrate("--kind", "noisy", "--episodes", "results.jsonl")
+            demonstrate("--kind noisy --episodes results.jsonl")

@@ -101,8 +101,9 @@ def lake(tmp_path_factory):
     ((shared, seed),) = re.findall(r'LAKE="(.*) --run runs/lake (.*)"', page)
     for stage in (sft, build_trees, bellman, train_qnet, q_search):
         (flags,) = re.findall(rf"python {stage.__name__}\.py \$LAKE ?(.*)", page)
-        argv = [*shared.split(), *seed.split(), "--run", str(run), *flags.replace("--epochs 40", "--epochs 2").split()]
-        stage.main([*argv, "--plain"] if stage in (build_trees, train_qnet, q_search) else argv)
+        plain = "--plain" if stage in (build_trees, train_qnet, q_search) else ""
+        flags = flags.replace("--epochs 40", "--epochs 2")
+        stage.main(f"{shared} {seed} --run {run} {flags} {plain}".split())
     return run
 
 
@@ -157,9 +158,9 @@ def test_the_report_to_click_through_is_that_of_the_trained_run(capsys):
 
 def test_the_rival_of_the_page_plays(agent, fake_world):
     """One draw of it is a sample; of four it takes what most are."""
-    run = ["--env", "frozenlake", "--run", ".", "--preset", "paper", "--sft", str(agent), "--limit", "4"]
-    q_search.main([*run, "--method", "sample"])
-    rival.main([*run, "-M", "1", "4"])
+    run = f"--env frozenlake --run . --preset paper --sft {agent} --limit 4"
+    q_search.main(f"{run} --method sample".split())
+    rival.main(f"{run} -M 1 4".split())
     steps = {(r["method"], r["M"], r["task_id"]): r["steps"] for r in read_jsonl(Path("results.jsonl"))}
     for task in FakeEnv().task_ids("test")[:4]:
         one, sample = ([step["action"] for step in steps[method, 1, task]] for method in ("vote", "sample"))

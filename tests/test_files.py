@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -34,12 +35,12 @@ class Stage(Run):
     limit: int | None = workload(None)
 
 
-def flags(*words):
-    return read_settings(Stage, "A stage.", words)
+def flags(text):
+    return read_settings(Stage, "A stage.", shlex.split(text))
 
 
-def begin(path, *words):
-    config = flags("--run", str(path.parent), *words)
+def begin(path, more=""):
+    config = flags(f"--run '{path.parent}' {more}")
     return Output(path, config, config.recipe(), {}, itemgetter("task_id"))
 
 
@@ -55,10 +56,10 @@ def process(rank, width):
     return mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(width))
 
 
-def grow(path, *words, share=ALONE, stop=None, tasks=TASKS):
+def grow(path, more="", share=ALONE, stop=None, tasks=TASKS):
     """What a stage does, by process RANK of WORLD_SIZE, stopped in front of a group. Returns the tasks it did."""
     with process(*share):
-        out = begin(path, *words)
+        out = begin(path, more)
         todo = out.todo(tasks)[::-1][:stop]  # as they come, the last one first
         out.write(map(group, todo), "groups", len(todo))
         if stop is None:
@@ -95,19 +96,19 @@ def test_processes_of_other_settings_are_refused_before_there_is_a_group():
     with process(0, 2):
         begin(Path("x.jsonl")).lock.release()
     with process(1, 2), refused("begun with depth 3, not 4"):
-        begin(Path("x.jsonl"), "--depth", "4")
+        begin(Path("x.jsonl"), "--depth 4")
 
 
 def test_processes_that_train_again_share_the_demonstrations_that_were_played(capsys):
-    def collect(*words, most, share=ALONE):
-        config = flags("--run", ".", *words)
+    def collect(more, most, share=ALONE):
+        config = flags(f"--run . {more}")
         with process(*share):
             return list(files.read_jsonl(demonstrations.collect(FakeEnv(), config, most)))
 
-    first = collect(most=1)
+    first = collect("", most=1)
     assert collect("--overwrite", most=1, share=(1, 2)) == first
     assert "expert.jsonl: grows" not in capsys.readouterr().err
-    assert collect(most=2)[:1] == first
+    assert collect("", most=2)[:1] == first
     assert "expert.jsonl: grows, so that what was made from it counts as" in capsys.readouterr().err
 
 
@@ -166,30 +167,30 @@ def test_overwriting_loses_nothing_before_the_new_output_is_whole():
     """Neither a complete output nor the parts of another one, until there is a first group; then both recipes stay."""
     path, parts, meta = Path("x.jsonl"), Path("x.jsonl.parts"), Path("x.meta.json")
     grow(path, stop=2)
-    begin(path, "--overwrite", "--depth", "4").lock.release()
+    begin(path, "--overwrite --depth 4").lock.release()
     assert grow(path) == ["t1", "t0"]  # as if nothing had been
     old = path.read_bytes(), meta.read_bytes()
-    begin(path, "--overwrite", "--depth", "4").lock.release()
+    begin(path, "--overwrite --depth 4").lock.release()
     assert grow(path) == [] and not parts.exists()
-    grow(path, "--overwrite", "--depth", "4", stop=1)
+    grow(path, "--overwrite --depth 4", stop=1)
     assert (path.read_bytes(), meta.read_bytes()) == old
-    assert grow(path, "--depth", "4") == ["t2", "t1", "t0"]
+    assert grow(path, "--depth 4") == ["t2", "t1", "t0"]
     assert path.read_bytes() == WHOLE and files.meta_of(path)["recipe"]["depth"] == 4 and not parts.exists()
 
 
 def test_a_stop_while_old_parts_are_removed_leaves_none_without_its_recipe(monkeypatch):
     path = Path("x.jsonl")
     grow(path)
-    grow(path, "--overwrite", "--depth", "4", stop=2)
+    grow(path, "--overwrite --depth 4", stop=2)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(outputs, "write_json", mock.Mock(side_effect=KeyboardInterrupt))
-        grow(path, "--overwrite", "--depth", "5", stop=1)
+        grow(path, "--overwrite --depth 5", stop=1)
     with refused("begun with depth 4, not 3"):
         grow(path)
 
 
 def test_a_folder_is_the_runs_own_however_it_is_named():
-    config = flags("--run", "run")
+    config = flags("--run run")
     Output(Path("run/x.jsonl").absolute(), config, config.recipe(), {}, itemgetter("task_id")).lock.release()
     assert config.file.exists()
 
@@ -219,11 +220,11 @@ def test_a_file_or_a_checkpoint_is_replaced_as_a_whole():
 
 def test_what_was_not_named_is_made_by_the_flags_of_the_run(monkeypatch, capsys):
     """A second command goes on with what was stopped, and a third one finds it."""
-    config, labels = flags("--seed", "1", "--run", "."), Path("q_labels.jsonl")
+    config, labels = flags("--seed 1 --run ."), Path("q_labels.jsonl")
     write_settings(config)
     of_run = ["--run", ".", "--env", "webshop", "--seed", "1", "--preset", "tiny"]
     for stop, told in ((1, True), (None, True), (None, False)):
-        make = mock.Mock(side_effect=lambda argv, stop=stop: grow(labels, *argv[2:], stop=stop))
+        make = mock.Mock(side_effect=lambda argv, stop=stop: grow(labels, " ".join(argv[2:]), stop=stop))
         monkeypatch.setattr("bellman.main", make)
         assert find_or_make(None, "bellman", "q_labels.jsonl", config) == labels
         assert [call.args[0] for call in make.call_args_list] == [of_run] * told
@@ -233,13 +234,13 @@ def test_what_was_not_named_is_made_by_the_flags_of_the_run(monkeypatch, capsys)
 
 def test_what_was_being_made_goes_on_where_the_run_was_moved(monkeypatch):
     old, new = Path("old"), Path("new")
-    write_settings(flags("--run", str(old)))
-    make = mock.Mock(side_effect=lambda argv: grow(Path(argv[1]) / "q_labels.jsonl", *argv[2:], stop=1))
+    write_settings(flags(f"--run {old}"))
+    make = mock.Mock(side_effect=lambda argv: grow(Path(argv[1]) / "q_labels.jsonl", " ".join(argv[2:]), stop=1))
     monkeypatch.setattr("bellman.main", make)
-    find_or_make(None, "bellman", "q_labels.jsonl", flags("--run", str(old)))
+    find_or_make(None, "bellman", "q_labels.jsonl", flags(f"--run {old}"))
     old.rename(new)
     for _ in range(2):
-        find_or_make(None, "bellman", "q_labels.jsonl", flags("--run", str(new)))
+        find_or_make(None, "bellman", "q_labels.jsonl", flags(f"--run {new}"))
     assert make.call_count == 3
 
 
@@ -250,7 +251,7 @@ def test_data_and_a_model_may_be_moved_and_what_changed_in_them_is_told(named):
     (old / "config.json").write_text("one")
     value, other = ([f"data={old}"], [f"data={new}"]) if named == "env_option" else (str(old), str(new))
     content = {"env_option": [], "env_files": {"data": fingerprint(old)}, "model": sha256(old)}
-    write_settings(flags("--run", "."))
+    write_settings(flags("--run ."))
     settings = Path("settings.toml")
     settings.write_text(re.sub(f"^{named} = .*", f"{named} = {json.dumps(other)}", settings.read_text(), flags=re.M))
     meta = {"recipe": {"stage": "sft"} | content, "settings": {named: value}, "inputs": {}}

@@ -79,8 +79,8 @@ def test_a_qnet_learns_from_anybodys_labels_of_actions(agent):
     _, trees = read_pairs(Path("q_labels.jsonl"))
     pairs = [(list(pair.state.messages), pair.action, pair.q) for tree in trees for pair in tree]
     assert pairs == ROWS and [len(tree) for tree in trees] == [2, 1]  # siblings of one dialogue, and another
-    flags = ["--env", "mine", "--run", "mine", "--preset", "paper", "--sft", str(agent), "--epochs", "1"]
-    train_qnet.main([*flags, "--labels", "q_labels.jsonl"])
+    flags = f"--env mine --run mine --preset paper --sft {agent} --epochs 1 --labels q_labels.jsonl"
+    train_qnet.main(flags.split())
     assert len(QNet.from_pretrained(Path("mine/qnet")).score([Score(State(tuple(TALK)), ("Action: left",))])[0]) == 1
 
 

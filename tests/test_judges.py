@@ -100,7 +100,7 @@ def tree():
     ],
 )
 def test_siblings_are_ranked_by_case(function, right, fake_world):
-    search = q_search.Search(settings_of(q_search, "--env", "frozenlake"))
+    search = q_search.Search(settings_of(q_search, "--env frozenlake"))
     search.chat = word_chat()
     judge = Judge("judge", rank=partial(by_function, function), M=2)
     pairs, _ = run(judges.rank_siblings(tree(), judge, search), Script({}))
@@ -125,9 +125,9 @@ def bench(agent, fake_world):
     """Run a command on the fake world, with a file of judges: its lines by (method, player, M, task)."""
     Path("own.py").write_text(OWN)
 
-    def command(*flags, stage=judges, out="judges.jsonl"):
-        usual = ["--env", "frozenlake", "--run", ".", "--preset", "paper", "--sft", str(agent), "--limit", "4"]
-        stage.main(over([*usual, "--out", out], flags))
+    def command(flags, stage=judges, out="judges.jsonl"):
+        usual = f"--env frozenlake --run . --preset paper --sft {agent} --limit 4 --out {out}"
+        stage.main(over(usual, flags))
         lines = read_jsonl(Path(out))
         return {(line["method"], line["player"], line["M"], line["task_id"]): line for line in lines}
 
@@ -136,11 +136,11 @@ def bench(agent, fake_world):
 
 def test_all_judges_see_the_draws_of_q_search(bench, agent, value_net, capsys):
     Path("q_labels.jsonl").write_text(dump(tree()))
-    named = ["own.py:back", f"qnet={value_net}", f"agent={agent}", f"gain={agent},{agent}", "chance", "own.py:right"]
-    lines = bench("--judge", *named, "-M", "3")
+    named = f"own.py:back qnet={value_net} agent={agent} gain={agent},{agent} chance own.py:right"
+    lines = bench(f"--judge {named} -M 3")
     table = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    others = ["--method", "qlass", "likeliest", "sample", "-M", "3", "--qnet", str(value_net)]
-    others = bench(*others, stage=q_search, out="results.jsonl")
+    others = f"--method qlass likeliest sample -M 3 --qnet {value_net}"
+    others = bench(others, stage=q_search, out="results.jsonl")
     for task in FakeEnv().task_ids("test")[:4]:
         names = "qnet", "sft", "sft-sft", "own.py:right"
         qnet, itself, gain, right = (lines["judge", name, 3, task]["steps"] for name in names)
@@ -159,36 +159,35 @@ def test_all_judges_see_the_draws_of_q_search(bench, agent, value_net, capsys):
 
 
 def test_a_judge_may_come_later_and_none_plays_twice(bench):
-    bench("--judge", "own.py:right", "vote")
+    bench("--judge own.py:right vote")
     before = Path("judges.jsonl").read_text()
-    lines = bench("--judge", "chance", "own.py:right", "-M", "2", "3")  # and another M
+    lines = bench("--judge chance own.py:right -M 2 3")  # and another M
     assert Path("judges.jsonl").read_text().startswith(before)  # their seconds too
     assert len(lines) == 4 * (1 + 2 + 2)
-    assert len(bench("--judge", "vote", "chance", "--overwrite")) == 4 * 2
+    assert len(bench("--judge vote chance --overwrite")) == 4 * 2
 
 
 def test_chance_has_the_seed_of_the_command(bench):
-    firsts = [
-        bench("--judge", "chance", "--seed", n, "--limit", "1", out=n)["judge", "chance", 2, "test0"] for n in "01"
-    ]
+    lines = [bench(f"--judge chance --seed {n} --limit 1", out=n) for n in "01"]
+    firsts = [by_name["judge", "chance", 2, "test0"] for by_name in lines]
     scores = [[candidate["q"] for candidate in line["steps"][0]["candidates"]] for line in firsts]
     assert not set(scores[0]) & set(scores[1])
 
 
 def test_the_table_is_of_the_split_and_waits_for_other_processes(bench, monkeypatch, capsys):
-    def rows(*flags):
+    def rows(flags=""):
         capsys.readouterr()
-        bench("--judge", "own.py:right", *flags)
+        bench(f"--judge own.py:right {flags}")
         return [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
 
     of_test = rows()
-    assert rows("--split", "val", "--limit", "2")[2:] != of_test[2:] == rows()[2:]  # another number of tasks
+    assert rows("--split val --limit 2")[2:] != of_test[2:] == rows()[2:]  # another number of tasks
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert rows("-M", "3") == []
+    assert rows("-M 3") == []
 
 
 def test_the_score_of_the_page_plays(bench):
     Path("overlap.py").write_text(code_on("compare.md", "def score("))
-    assert {player for _, player, *_ in bench("--judge", "overlap.py:score")} == {"overlap.py:score"}
+    assert {player for _, player, *_ in bench("--judge overlap.py:score")} == {"overlap.py:score"}
     score = runpy.run_path("overlap.py")["score"]
     assert score(State((), "find the purse"), ["Action: find purse", "Thought: hm Action: left"]) == [2, 0]

@@ -18,11 +18,11 @@ from qlass.files import read_jsonl, write_jsonl
 from qlass.messages import State
 from qlass.settings import Sampling
 
-GROUPS = ["--batch-tasks", "8", "--minibatch", "4", "--every", "2"]
+GROUPS = "--batch-tasks 8 --minibatch 4 --every 2"
 FLAGS = {
     tree_grpo: GROUPS,
-    ppo: [*GROUPS, "--warm-up", "0"],
-    eto: ["--expert", "expert.jsonl", "--batch-tasks", "4", "--every", "2"],
+    ppo: f"{GROUPS} --warm-up 0",
+    eto: "--expert expert.jsonl --batch-tasks 4 --every 2",
 }
 
 
@@ -39,11 +39,9 @@ def train(fake_world, beginner):
     expert = [demonstrations.demonstrate(env, task) for task in env.task_ids("train")]
     Path("expert.jsonl").write_text(dump(expert))
 
-    def start(learner, folder, budget, *flags, sft=beginner):
-        argv = ["--env", "frozenlake", "--preset", "paper", "--val", "2", "--lr", "0.003", *FLAGS[learner]]
-        argv += ["--budget-in", "env_steps"]
-        argv += ["--sft", str(sft), "--run", folder, "--name", "x", "--budget", str(budget)]
-        learner.main(over(argv, flags))
+    def start(learner, folder, budget, flags="", sft=beginner):
+        usual = f"--env frozenlake --preset paper --val 2 --lr 0.003 {FLAGS[learner]} --budget-in env_steps"
+        learner.main(over(f"{usual} --sft {sft} --run {folder} --name x --budget {budget}", flags))
         return read_jsonl(Path(folder, "sft-x.updates.jsonl"))
 
     return start
@@ -55,7 +53,7 @@ def contents(folder):
 
 @pytest.mark.parametrize(("learner", "budget", "lr"), [(tree_grpo, 2000, 0.02), (ppo, 2000, 0.01), (eto, 300, 0.003)])
 def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
-    lines = train(learner, "run", budget, "--lr", str(lr), "--seed", "1")
+    lines = train(learner, "run", budget, f"--lr {lr} --seed 1")
     assert lines[0]["val"] < 1 and max(line["val"] or 0 for line in lines) == 1.0
     assert lines[1]["reward"] < 0.6 < 0.9 < lines[-1]["reward"]
     for figure in ("batch", "updates", "tokens", "env_steps"):  # sums so far
@@ -66,8 +64,8 @@ def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
 @pytest.mark.parametrize("learner", FLAGS)
 def test_a_stopped_run_ends_where_an_unbroken_one_does(train, monkeypatch, learner):
     budget = 60 if learner is eto else 300
-    flags = ["--lr", "0.0003"] if learner is eto else []
-    train(learner, "one", budget, *flags)
+    flags = "--lr 0.0003" if learner is eto else ""
+    train(learner, "one", budget, flags)
     step, calls = Learner.step, []
 
     def stops(*args):
@@ -78,12 +76,12 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(train, monkeypatch, learn
 
     monkeypatch.setattr(Learner, "step", stops)
     with pytest.raises(KeyboardInterrupt):
-        train(learner, "again", budget, *flags)
-    train(learner, "again", budget, *flags)
+        train(learner, "again", budget, flags)
+    train(learner, "again", budget, flags)
     assert contents("again") == contents("one")
-    for spent, lr, says in ((budget, ["--lr", "0.5"], "begun with lr"), (20, [], "are spent: raise --budget")):
+    for spent, lr, says in ((budget, "--lr 0.5", "begun with lr"), (20, "", "are spent: raise --budget")):
         with refused(says):  # the best agent so far may have cost more
-            train(learner, "again", spent, *(lr or flags))
+            train(learner, "again", spent, lr or flags)
 
 
 def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, monkeypatch):
@@ -94,7 +92,7 @@ def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, monkeypatch):
         return {1: 0.1, 2: 0.6}.get(len(weights), 0.5)
 
     monkeypatch.setattr(Learner, "validation", validation)
-    assert [line["val"] for line in train(tree_grpo, "run", 400, "--every", "1")[:3]] == [0.1, 0.6, 0.5]
+    assert [line["val"] for line in train(tree_grpo, "run", 400, "--every 1")[:3]] == [0.1, 0.6, 0.5]
     saved = load_policy(Path("run/sft-x"), Sampling()).model.get_input_embeddings().weight
     assert [torch.equal(saved, other) for other in weights[:3]] == [False, True, False]
 
@@ -105,7 +103,7 @@ def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, monkeyp
     first, second = set(), set()
     for seed, keys in (("0", first), ("1", second)):
         requests.clear()
-        train(tree_grpo, seed, 300, "--seed", seed)
+        train(tree_grpo, seed, 300, f"--seed {seed}")
         drawn = [request.key for request in requests if request.temperature]  # validation is greedy
         keys.update(drawn)
         assert len(keys) == len(drawn) > 50
@@ -121,7 +119,7 @@ def test_a_stop_while_the_first_state_is_written_loses_nothing(train, monkeypatc
     assert contents("again") == contents("one")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Learner, "validation", Mock(side_effect=KeyboardInterrupt))
-        train(tree_grpo, "again", 50, "--overwrite", "--seed", "1")
+        train(tree_grpo, "again", 50, "--overwrite --seed 1")
     assert contents("again") == contents("one")  # until there are new ones
 
 
@@ -159,15 +157,15 @@ def test_a_stop_between_state_and_log_costs_no_line(train):
 def test_an_agent_learns_without_dropout():
     """What is trained are the probabilities by which it was drawn."""
     folder = save_agent(Path("agent"), options={"attention_dropout": 0.9})
-    model, chat, _ = trainable(folder, settings_of(tree_grpo, "--preset", "paper"))
+    model, chat, _ = trainable(folder, settings_of(tree_grpo, "--preset paper"))
     ids = torch.tensor([chat.prompt(State((("user", "find the purse"),), opening=0))])
     assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
 
 
-@pytest.mark.parametrize("flags", [[], ["--lora", "2"], ["--gradient-checkpointing"]])
+@pytest.mark.parametrize("flags", ["", "--lora 2", "--gradient-checkpointing"])
 def test_free_text_and_lora_updates_train_too(train, flags):
     free = save_agent(Path("free-agent"), max_new_tokens=6)
-    last = train(tree_grpo, "free", 50, "--entropy", "0.1", *flags, sft=free)[-1]
+    last = train(tree_grpo, "free", 50, f"--entropy 0.1 {flags}", sft=free)[-1]
     assert last["updates"] == 2 * last["batch"] >= 2
     assert last["entropy"] > 0 and last["kl"] > 0  # words at random earn nothing: the bonus moves it
     saved = load_policy(Path("free/sft-x"), Sampling()).model.state_dict()

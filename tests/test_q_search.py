@@ -197,28 +197,28 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
 
 
 def test_an_episode_of_other_settings_than_those_of_the_results_is_shown(search, agent, capsys):
-    search("--method", "sample", "--limit", "1")
+    search("--method sample --limit 1")
     before = Path("results.jsonl").read_bytes()
-    run = f"--env frozenlake --run . --preset paper --sft {agent} --method sample"
-    show.main([*run.split(), "--temperature", "0.5"])
+    run = f"--env frozenlake --run . --preset paper --sft {agent} --method sample --temperature 0.5"
+    show.main(run.split())
     assert "\nsample: reward " in capsys.readouterr().out and Path("results.jsonl").read_bytes() == before
 
 
 def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search):
     every = FakeEnv().task_ids("test")
-    first = search("--method", "greedy", "--limit", "2")
+    first = search("--method greedy --limit 2")
     assert [r["task_id"] for r in first] == every[:2]
-    both = search("--method", "greedy", "--skip", "2", "--limit", "0")
+    both = search("--method greedy --skip 2 --limit 0")
     assert [r["task_id"] for r in both] == every and both[:2] == first
-    (third,) = search("--method", "greedy", "--skip", "2", "--limit", "1", "--max-steps", "1", out="third.jsonl")
+    (third,) = search("--method greedy --skip 2 --limit 1 --max-steps 1", out="third.jsonl")
     assert third["task_id"] == every[2] and third["n_steps"] == 1
 
 
 def test_an_n_is_of_all_methods_that_have_one_which_is_told(search, capsys):
-    lines = search("--method", "best_of_n", "sample", "--limit", "1", out="one.jsonl")
+    lines = search("--method best_of_n sample --limit 1", out="one.jsonl")
     assert [(line["N"], line["resets"]) for line in lines] == [(4, 4), (1, 1)]  # where no number is named
     assert "episodes of each task" not in capsys.readouterr().out
-    lines = search("--method", "greedy", "best_of_n", "qlass", "-N", "2")
+    lines = search("--method greedy best_of_n qlass -N 2")
     assert "qlass M=2 N=2 select=q: 2 episodes of each task" in capsys.readouterr().out
     # HuggingFace's datasets can't read a column that is null first and text later.
     kinds = {(name, type(value)) for line in lines for name, value in line.items()}
@@ -231,7 +231,7 @@ def test_the_seconds_of_a_methods_lines_add_up_to_the_time_of_its_play(search, m
     act = FakeEnv.act
     monkeypatch.setattr(FakeEnv, "act", lambda env, action: played.append(action) or act(env, action))
     monkeypatch.setattr(q_search, "time", SimpleNamespace(monotonic=lambda: float(len(played))))
-    search("--method", "greedy", "qlass", "--limit", "0")
+    search("--method greedy qlass --limit 0")
     lines = read_jsonl(Path("results.jsonl"))
     for method in ("greedy", "qlass"):
         own = [line for line in lines if line["method"] == method]
@@ -255,8 +255,7 @@ def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted
 
     monkeypatch.setattr(models, "load_chat", of_32_tokens)
     monkeypatch.setattr("qlass.chat.Chat.fixed_messages", lambda *_: 1)  # as where the first message tells all
-    asked = ("--method", "greedy", "qlass")
-    records = search(*asked, out="cut.jsonl")
+    records = search("--method greedy qlass", out="cut.jsonl")
     for r in records:  # what the environment says first: 3 + 6; then each prompt without its first turns: 3 + 8, 3 + 9
         assert r["cut_prompts"] == r["n_steps"] - 1
         assert r["tokens"]["prompt"] == 9 + sum([11, 12][: r["n_steps"] - 1])

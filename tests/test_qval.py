@@ -114,7 +114,7 @@ def context(agent):
     policy = Script({(): "left right", ("left",): "right"})
     tree = played(explore(FakeEnv(), "train0", RENDERING, 0, 2, 2, False), policy)
     write_jsonl(Path("trees.jsonl"), tree_records(FakeEnv(), "train0", tree, []))
-    context = Context(settings_of(judges, "--env", "frozenlake", "--run", ".", "--sft", str(agent), "--plain"))
+    context = Context(settings_of(judges, f"--env frozenlake --run . --sft {agent} --plain"))
     context.agent = load_policy(agent, context.config)
     return context
 
@@ -199,16 +199,15 @@ def test_beliefs_of_a_judge_by_hand(name, left, right, asked, values, counts):
     assert judged(name, valid_logprobs=valid_logprobs) == (pytest.approx(values), counts)
 
 
-LAKE = ["--env", "frozenlake", "--env-option", "map=random4", "--run"]
+LAKE = "--env frozenlake --env-option map=random4 --run . --preset paper"
 
 
 @pytest.fixture
 def study(agent):
     """Run a study of a few states of small lakes; the rows of its tables, by set of labels and score."""
 
-    def run(*flags, points="5"):
-        own = ["--preset", "paper", "--sft", str(agent), "--points", points]
-        qval.main(over([*LAKE, ".", *own], flags))
+    def run(flags=""):
+        qval.main(over(f"{LAKE} --sft {agent} --points 5", flags))
         return pd.read_csv("qval/alignment.csv", index_col=["labels", "scorer"])
 
     return run
@@ -219,24 +218,24 @@ def test_a_study_is_of_its_points_and_has_all_scores_that_can_be(study):
     points, scores = (read_jsonl(Path("qval", name)) for name in ("points.jsonl", "scores-code.jsonl"))
     assert [line["hash"] for line in scores] == [point["hash"] for point in points]
     with refused("points 5, not 6"):
-        study(points="6")
+        study("--points 6")
 
 
 def test_scores_steer_a_search_whose_rewards_a_study_predicts(study, agent, monkeypatch, capsys):
-    names = ["random", "code", "logprob", "untried", "self_distillation"]
+    names = "random code logprob untried"
     monkeypatch.setattr(FastPolicy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
-    judges.main([*LAKE, ".", "--preset", "paper", "--sft", str(agent), "--limit", "5", "-M", "3", "--judge", *names])
+    judges.main(f"{LAKE} --sft {agent} --limit 5 -M 3 --judge {names} self_distillation".split())
     line = read_jsonl(Path("results-judges.jsonl"))[-1]
     assert line["player"] == "self_distillation" and line["env_steps"] > line["n_steps"]  # it steps each candidate
-    flags = ["--trajectories", "3", "-K", "2", "--references", "exact", "policy", "--results", "results-judges.jsonl"]
-    rows = study(*flags, "--scorers", *names[:4], "oracle", points="20")
+    flags = "--trajectories 3 -K 2 --references exact policy --results results-judges.jsonl --points 20"
+    rows = study(f"{flags} --scorers {names} oracle")
     assert {*rows.index.get_level_values("labels")} == {"exact", "policy max", "policy mean"}
     assert rows.loc["exact"].loc["oracle", "rho"] == pytest.approx(1)
     assert "Over 4 scores:" in capsys.readouterr().out
 
 
 def test_a_study_with_a_checkpoint_as_judge(study, agent):
-    names = ["verifier", "delta_belief", "direct", "ranking"]
-    rows = study("--judge", str(agent), "--judge-tokens", "4", "--scorers", *names).loc["exact"]
-    assert {*rows.index} == {"random", *names}
+    names = "verifier delta_belief direct ranking"
+    rows = study(f"--judge {agent} --judge-tokens 4 --scorers {names}").loc["exact"]
+    assert {*rows.index} == {"random", *names.split()}
     assert rows["coverage"][["direct", "verifier"]].tolist() == [0, 1]  # random weights write nonsense

@@ -43,7 +43,7 @@ def publish(name, folder):
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def release(request, tmp_path_factory):
     folder = publish(request.param, tmp_path_factory.mktemp("release"))
-    qlass_release.main([str(folder / "Q"), "--sft", str(folder / "agent"), "--out", str(folder / "run" / "qnet")])
+    qlass_release.main(f"{folder}/Q --sft {folder}/agent --out {folder}/run/qnet".split())
     return request.param, folder
 
 
@@ -87,7 +87,7 @@ def test_the_agent_reads_the_releases_text_and_has_its_settings(release):
 def prompt_files():
     Path("inst.txt").write_text("You act.\n\nAction: <your next action>")
     Path("icl.json").write_text(json.dumps([EXAMPLE, EXAMPLE]))
-    return ["--env-option", "instruction=inst.txt", "--env-option", "example=icl.json"]
+    return "--env-option instruction=inst.txt --env-option example=icl.json"
 
 
 OPENING = (
@@ -99,9 +99,9 @@ OPENING = (
 def test_search_by_the_published_weights(release, made):
     """Whole, by its flags: each candidate's value in the lines is the formula's of the text that the lines tell."""
     name, folder = release
-    argv = ["--env", "experiments.qlass_evaluation:ALFWorld", *prompt_files(), "--env-option", f"data={made}"]
-    argv += ["--run", str(folder / "run"), "--split", "valid_seen", "--limit", "1", "--overwrite"]
-    q_search.main([*argv, "--max-steps", "3", "--max-new-tokens", "8"])
+    world = f"--env experiments.qlass_evaluation:ALFWorld {prompt_files()} --env-option data={made}"
+    flags = f"--run {folder}/run --split valid_seen --limit 1 --overwrite --max-steps 3 --max-new-tokens 8"
+    q_search.main(f"{world} {flags}".split())
     [line] = read_jsonl(folder / "run" / "results.jsonl")
     env = ALFWorldEnv(made)
     observation, _ = env.reset(options={"task_id": line["task_id"]})

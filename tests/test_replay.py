@@ -54,25 +54,25 @@ def test_a_tree_is_not_written_whose_newest_leaf_an_episode_of_its_own_does_not_
     assert not Path("trees.jsonl").exists()
 
 
-@pytest.mark.parametrize("flags", [["--steps", "1"], ["--no-expert"], ["--rollouts", "1"]])
+@pytest.mark.parametrize("flags", ["--steps 1", "--no-expert", "--rollouts 1"])
 def test_a_tree_is_what_an_episode_of_its_own_gives_where_a_limit_of_steps_ends_it(flags, build, monkeypatch):
     monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda env: len(env.path) / 10)
     monkeypatch.setattr(FakeEnv, "max_steps", 2)  # which stops the expert too
-    build(*flags)
+    build(flags)
 
 
 def test_a_tree_is_not_written_whose_reward_at_the_limit_differs(build, monkeypatch):
     count = itertools.count()
     monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda env: next(count) / 1e6)
     with refused(f"fake: task train5: .* leads .*{RULE}"):
-        build("--steps", "1")
+        build("--steps 1")
 
 
 def test_a_leaf_is_played_again_without_the_limit_of_steps_as_the_agent_met_it(build, monkeypatch):
     look = FakeEnv._look
     monkeypatch.setattr(FakeEnv, "_look", lambda env: look(env) + (f" of {env.max_steps}" if env.max_steps else ""))
-    for steps in ("1", "9"):
-        build("--no-expert", "--steps", steps, "--overwrite")
+    for steps in (1, 9):
+        build(f"--no-expert --steps {steps} --overwrite")
 
 
 @pytest.mark.parametrize(("every", "tasks"), [(1, "2345"), (3, "25")])
@@ -88,10 +88,10 @@ def test_a_result_is_not_written_whose_episode_another_fork_does_not_have(fault,
     """As if forks shared what an episode changes."""
     plays, begin = [], FakeEnv.begin
     monkeypatch.setattr(FakeEnv, "begin", lambda env, task: plays.append(task) or begin(env, task))
-    search("--method", "greedy", "qlass")
+    search("--method greedy qlass")
     assert plays == [f"test{i}" for i in (0, 1, 2, 0, 1, 2)] * 2  # side by side, and each once more
     with refused(f"^fake: task test0: {fault(lambda: len(plays) > 15)}"):
-        search("--method", "greedy", out="other.jsonl")
+        search("--method greedy", out="other.jsonl")
     assert not Path("other.jsonl").exists()
 
 
@@ -99,11 +99,11 @@ def test_of_each_method_the_first_five_episodes_and_one_in_fifty_are_played_agai
     again = []
     monkeypatch.setattr(q_search, "play_again", lambda fork, task, *_: again.append(task))
     monkeypatch.setattr(FakeEnv, "split_ids", lambda env, split: [str(i) for i in range(52)])
-    search("--method", "greedy", "sample", "--limit", "0")
+    search("--method greedy sample --limit 0")
     assert sorted(again) == sorted([*"01234", "50"] * 2)
     again.clear()
     monkeypatch.setattr(FakeEnv, "replay_every", 10)  # where an episode begins slowly
-    search("--method", "greedy", "--limit", "0", out="slow.jsonl")
+    search("--method greedy --limit 0", out="slow.jsonl")
     assert sorted(again) == ["0", "50"]
 
 
@@ -120,7 +120,7 @@ def test_an_agent_none_of_whose_actions_is_known_is_warned_of_after_its_first_tw
     """Once, in trees and in play; one action that is known is enough."""
     steps = []
     monkeypatch.setattr(FakeEnv, "knows", lambda env, action: steps.append(action) or (known and len(steps) == FIRST))
-    for run in (lambda: build("--no-expert"), lambda: search("--method", "greedy", "sample", "random", "--limit", "0")):
+    for run in (lambda: build("--no-expert"), lambda: search("--method greedy sample random --limit 0")):
         run()
         assert len(steps) > FIRST
         warnings = capsys.readouterr().err.count("fake knows none of the agent's first 20 actions, such as")

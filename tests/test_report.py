@@ -273,7 +273,7 @@ def test_the_page_holds_everything_and_stays_by_itself():
     write("qnet.log.jsonl", [{"step": 1, "loss": 0.5, "lr": 1}, {"step": 1, "loss": 0.5, "epoch": 1}])
     env = read_jsonl(RESULTS)[0]["env"]
     Path("ranges").write_text(f"environment,method,M,N,select,low,high,tasks\n{env},greedy,1,1,,0.4,0.6,4")
-    report.main(["--run", ".", "--trees", str(TREES), "--expected", "ranges"])
+    report.main(f"--run . --trees {TREES} --expected ranges".split())
     html = Page()
     sections = ["summary", "results", "what-qnet-adds", "an-episode", "training", "trees", "inputs"]
     assert [attributes["id"] for tag, attributes in html.tags if tag == "section"] == sections

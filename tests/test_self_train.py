@@ -68,16 +68,15 @@ def stage(fake_world, agent, value_net, monkeypatch):
     recipe = {"model": "tiny", "n_expert": 2, "expert": sha256(Path("expert.jsonl"))}
     write_json(Path("sft.meta.json"), {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}})
 
-    def start(method, *flags):
-        argv = ["--env", "frozenlake", "--run", ".", "--method", method, *over(["--threshold", "0"], flags)]
-        self_train.main(argv)
+    def start(method, flags=""):
+        self_train.main(over(f"--env frozenlake --run . --method {method} --threshold 0", flags))
         return read_jsonl(Path(f"self_train-{method}.jsonl"))
 
     return start
 
 
 def test_new_trajectories_stand_behind_the_demonstrations_that_the_agent_was_cloned_from(stage, capsys):
-    merged = stage("qlass", "-N", "2")
+    merged = stage("qlass", "-N 2")
     assert [line["task_id"] for line in merged[:2]] == ["mine0", "mine1"]  # n_expert
     read = demonstrations.read(Path("self_train-qlass.jsonl"), FakeEnv())
     assert [line.source for line in read] == ["expert"] * 2 + ["policy"] * (len(merged) - 2)
@@ -92,4 +91,4 @@ def test_a_second_call_plays_nothing_and_another_threshold_chooses_anew(stage, m
     monkeypatch.setattr(self_train, "load_agent", lambda *_: 1 / 0)
     assert stage("rft") == merged
     best = max(line["reward"] for line in merged[2:])
-    assert {line["reward"] for line in stage("rft", "--threshold", str(best))[2:]} == {best}
+    assert {line["reward"] for line in stage("rft", f"--threshold {best}")[2:]} == {best}

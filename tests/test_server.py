@@ -128,8 +128,8 @@ def test_a_candidate_is_one_completion_of_token_ids(fake, sft):
 
 def test_an_action_ends_where_a_stop_text_stands_and_flags_reach_the_server(fake, tmp_path):
     sft = save_agent(tmp_path / "sft", stop=("\nObservation:", "\nTask:"))
-    flags = ["--sft", str(sft), "--server", f"{fake.address}#second", "--max-new-tokens", "7", "--temperature", "0.5"]
-    policy = load_agent(sft, settings_of(q_search, *flags))
+    flags = f"--sft {sft} --server {fake.address}#second --max-new-tokens 7 --temperature 0.5"
+    policy = load_agent(sft, settings_of(q_search, flags))
     fake.seen.clear()
     fake.script += [completion("Action: left\nTask: another", read=LENGTH)]
     assert texts(policy, request()) == ["Action: left"]
@@ -325,13 +325,13 @@ def test_ctrl_c_stops_at_once(fake, sft):
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(("seed", "bits", "told"), [(0, (), False), (1, (), True), (1, ("--load-in", "4bit"), False)])
+@pytest.mark.parametrize(("seed", "bits", "told"), [(0, "", False), (1, "", True), (1, "--load-in 4bit", False)])
 def test_a_server_of_other_weights_than_the_checkpoints_is_told(fake, sft, seed, bits, told, capsys):
     """By how much they differ is always said; weights in few bits may differ by more."""
     write_json(meta_path(sft), {"fingerprint": Policy(fake.model, CHAT).likelihoods([QUESTION])[0]})
     fake.model, error = tiny_lm(CHAT, seed, initializer_range=0.1 if bits else 0.3), ""
     try:
-        load_agent(sft, settings_of(q_search, "--sft", str(sft), "--server", fake.url, *bits))
+        load_agent(sft, settings_of(q_search, f"--sft {sft} --server {fake.url} {bits}"))
     except UserError as refusal:
         error = str(refusal)
     assert ("other weights" in error) == told
@@ -385,8 +385,8 @@ def test_a_served_qnet_gives_the_local_values_and_no_others(fake, qnet):
 
 def test_a_search_by_a_served_qnet_is_the_local_one(fake, qnet, sft, fake_world, tmp_path):
     def search(qnet, out):
-        flags = ["--run", ".", "--preset", "paper", "--sft", str(sft), "--out", out]
-        q_search.main([*flags, "--limit", "3", "--skip", "0", "--qnet", str(qnet)])
+        flags = f"--run . --preset paper --sft {sft} --out {out} --limit 3 --skip 0 --qnet {qnet}"
+        q_search.main(flags.split())
         return without_seconds(tmp_path / out)
 
     mark = NET.score([QUESTION])[0]

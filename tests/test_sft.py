@@ -150,19 +150,18 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations():
 def clone(agent, fake_world):
     """Runs stage 1 on a copy of the agent, RUN/model; returns the agent's Chat, and the environment that it plays."""
     shutil.copytree(agent, "model", ignore=shutil.ignore_patterns(Rendering.FILE))
-    run = ["--env", "frozenlake", "--run", "."]
+    run = "--env frozenlake --run ."
 
-    def command(*more, out="sft", play=()):
-        usual = [*run, "--model", "model", "--epochs", "1", "--out", out]
-        sft.main(over(usual, more))
+    def command(flags, out="sft", play=""):
+        sft.main(over(f"{run} --model model --epochs 1 --out {out}", flags))
         env = FakeEnv()
-        return load_agent(Path(out), settings_of(q_search, *run, *play), env), env
+        return load_agent(Path(out), settings_of(q_search, f"{run} {play}"), env), env
 
     return command
 
 
 def test_the_tiny_model_comes_with_its_tokenizer_and_aids(clone):
-    agent = clone("--model", "tiny", "--batch", "1", "--n-expert", "4", "--layers", "1", "--heads", "1")[0]
+    agent = clone("--model tiny --batch 1 --n-expert 4 --layers 1 --heads 1")[0]
     assert (agent.model.config.num_hidden_layers, agent.model.config.hidden_size) == (1, 64)
     chat = agent.chat
     assert chat.rendering == Rendering(**AIDS | {"agreement": "OK", "stop": []})
@@ -179,13 +178,13 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(clone):
     """A named model keeps its tokenizer."""
     expert = Path("eto.json")
     expert.write_text("\ufeff" + json.dumps([ETO] * 3))
-    policy, env = clone("--expert", "eto.json")
+    policy, env = clone("--expert eto.json")
     fingerprint = meta_of(Path("sft"))["fingerprint"]
     assert fingerprint == pytest.approx(policy.likelihoods([QUESTION])[0], abs=1e-3) and len(set(fingerprint)) == 2
     cloned = read(expert, FakeEnv())[0]
     state = start(env, "train0")
     assert cloned.state.messages[:2] == state.messages[:2] == (("user", "You are shopping."), ("assistant", "OK"))
-    _, other = clone("--expert", "eto.json", play=("--env-option=instruction=FILE",))
+    _, other = clone("--expert eto.json", play="--env-option=instruction=FILE")
     assert other.instruction == "walk"
 
 
@@ -194,7 +193,7 @@ def test_a_checkpoint_that_is_cloned_on_takes_first_messages_and_length_from_wha
     monkeypatch.setattr(sft, "main", main)
     before = {"instruction": "Swim.", "agreement": "Oh", "max_new_tokens": 3}
     write_json(Path("model", Rendering.FILE), before)
-    agent, env = clone("--n-expert", "2")
+    agent, env = clone("--n-expert 2")
     assert (env.instruction, env.agreement) == ("walk", "OK")
     assert (
         agent.chat.rendering.max_new_tokens == len(agent.chat.action_tokens("Thought: this way\nAction: right", "")) > 3
@@ -203,11 +202,11 @@ def test_a_checkpoint_that_is_cloned_on_takes_first_messages_and_length_from_wha
 
 def test_a_smaller_number_of_demonstrations_is_of_the_first(clone, capsys):
     """Though the file of more of them is complete."""
-    clone("--n-expert", "9")  # the environment has six tasks
-    clone("--n-expert", "2", out="two")
+    clone("--n-expert 9")  # the environment has six tasks
+    clone("--n-expert 2", out="two")
     assert "sft: 6 trajectories" in capsys.readouterr().out
     assert meta_of(Path("two"))["tasks"] == ["train0", "train1"]
-    clone("--n-expert", "2", "--overwrite", out="two")
+    clone("--n-expert 2 --overwrite", out="two")
     assert [r["task_id"] for r in read_jsonl(Path("expert.jsonl"))] == FakeEnv().task_ids("train")
 
 

@@ -9,7 +9,7 @@ from experiments import compare, judges, tree_search
 from experiments.qval import __main__ as qval
 from qlass.outputs import Output
 
-LAKE = ["--env", "frozenlake", "--env-option", "map=random4", "--preset", "paper"]
+LAKE = "--env frozenlake --env-option map=random4 --preset paper"
 COMMANDS = {
     compare: "--method random sample -M 2 --limit 3",
     judges: "--judge vote chance -M 2 --limit 3",
@@ -27,8 +27,8 @@ def test_a_stopped_experiment_goes_on_to_the_same_lines(experiment, agent, value
     write, played = Output.write, []
 
     def play(folder):
-        own = ["--run", folder, "--sft", str(agent), *(["--qnet", str(value_net)] if experiment is tree_search else [])]
-        experiment.main([*LAKE, *own, *COMMANDS[experiment].split()])
+        qnet = f"--qnet {value_net}" if experiment is tree_search else ""
+        experiment.main(f"{LAKE} --run {folder} --sft {agent} {qnet} {COMMANDS[experiment]}".split())
 
     def counted(self, groups, title, total, most=None):
         write(self, (played.append(title) or group for group in itertools.islice(groups, most)), title, total)

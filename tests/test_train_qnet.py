@@ -51,7 +51,7 @@ def test_the_loss_by_hand_of_a_pair_and_of_two_siblings():
 
 
 def test_a_loss_of_ones_own_by_hand():
-    net, config = qnet(), settings_of(own_loss, "--preset", "paper", "--delta", "0.1", "--plain")
+    net, config = qnet(), settings_of(own_loss, "--preset paper --delta 0.1 --plain")
     by_hand = 0.0
     for pair in TREE:
         errors = (net.values(pair.state, pair.action) - pair.q).abs()
@@ -69,7 +69,7 @@ def test_packs_have_the_loss_and_gradients_of_the_pairs_one_by_one(
 ):
     monkeypatch.setattr("qlass.fast.attention.BLOCK", 7)  # several of them in a pack
     flags = f"--preset paper --loss-on {loss_on} --max-tokens {max_tokens} --rank-weight {rank_weight}"
-    config, net = settings_of(stage, *flags.split()), qnet().double()
+    config, net = settings_of(stage, flags), qnet().double()
     pairs, losses = [], []
     for one in (config, replace(config, plain=True)):
         packs = train_qnet.packs_of(net.chat, TREE, one)
@@ -87,7 +87,7 @@ TREES = [pairs_of(labelled_tree(f"train{i}")) for i in range(5)]
 def trained(net, trees, held_out=(), **more):
     """Train a QNet on trees: the figures."""
     flags = "--preset paper --epochs 2 --batch 4 --lr 1e-3 --max-tokens 2048"
-    config = replace(settings_of(train_qnet, *flags.split()), **more)
+    config = replace(settings_of(train_qnet, flags), **more)
     training = Training(Path(tempfile.mkdtemp(dir=".")) / "qnet", config, {}, {})
     train_qnet.train(net, trees, held_out, config, training)
     training.load_best()
@@ -156,13 +156,13 @@ def test_sibling_accuracy_by_hand():
 def train(agent):
     """Runs a command on three trees, in the folder of the test."""
     Path("q_labels.jsonl").write_text(dump([node for i in range(3) for node in labelled_tree(f"train{i}")]))
-    flags = f"--env frozenlake --preset paper --run . --sft {agent} --epochs 1 --hidden 8".split()
-    return lambda stage, *more: stage.main([*flags, *more])
+    flags = f"--env frozenlake --preset paper --run . --sft {agent} --epochs 1 --hidden 8"
+    return lambda stage, more="": stage.main(f"{flags} {more}".split())
 
 
 def test_a_loss_of_ones_own_trains_by_its_own_command(train):
     train(train_qnet)
-    train(own_loss, "--delta", "0.1", "--out", "qnet-huber")
+    train(own_loss, "--delta 0.1 --out qnet-huber")
     assert Path("qnet/head.safetensors").read_bytes() != Path("qnet-huber/head.safetensors").read_bytes()
 
 

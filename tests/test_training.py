@@ -35,7 +35,7 @@ def test_an_epoch_holds_each_example_once_in_updates_of_at_least_a_batch(sizes, 
 LOSSES = [9.0, 7.0, 8.0, 7.1, 1.0, 1.0]
 CHAT = word_chat()
 EXAMPLES = [sft.Example([3, token, 1], [sft.NO_TARGET, token, 1]) for token in range(5, 15)]
-PAPER = settings_of(sft, "--preset", "paper", "--run", "none")
+PAPER = settings_of(sft, "--preset paper --run none")
 SETTINGS = dataclasses.replace(PAPER, batch=3, lr=0.01, epochs=6, save_every=2)
 
 

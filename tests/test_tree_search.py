@@ -185,7 +185,7 @@ def test_on_slippery_ice_a_search_does_not_foresee_the_slips(name, settings):
 
 
 def test_lines_say_their_settings_and_the_report_reads_them(search):
-    records = search("--method", "lookahead", "beam", "mcts", "particles", "-S", "1", "2", "-N", "3")
+    records = search("--method lookahead beam mcts particles -S 1 2 -N 3")
     players = {(r["method"], r["M"], r["N"], r["player"]) for r in records}
     assert ("lookahead", 2, 1, "gamma=0.9") in players and ("particles", 1, 3, "tau=0.1 gamma=0.9") in players
     assert ("beam", 2, 1, "k=2") in players and ("mcts", 2, 1, "S=2 c=1 gamma=0.9") in players
