@@ -370,8 +370,9 @@ def save_agent(folder, seed=0, options=(), **rendering):
     return folder
 
 
-def dump(records):
-    return "".join(json.dumps(r) + "\n" for r in records)
+def write(path, records):
+    """Each record as JSON on a line of its own."""
+    Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def without_seconds(path):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import dump, node, tree_by_hand
+from fakes import node, tree_by_hand, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,7 +61,7 @@ def test_labels_of_imitation_tell_who_the_demonstrator_is():
 
 def test_a_placebo_has_each_familys_own_values_in_an_order_of_the_runs_seed():
     orders = []
-    Path("trees.jsonl").write_text(dump(tree_by_hand()))
+    write("trees.jsonl", tree_by_hand())
     for seed in [*range(12)] * 2:
         targets.main(f"--run . --overwrite --trees trees.jsonl --target placebo --gamma 0.9 --seed {seed}".split())
         q = [node["q_raw"] for node in read_jsonl(Path("q_labels.jsonl"))]
@@ -103,7 +103,7 @@ def test_all_targets_equal_brute_force(tree, gamma):
 
 def test_the_command_keeps_every_line_and_adds_q(capsys):
     flat = [n | {"task_id": "u", "reward": 0.0} for n in tree_by_hand()]
-    Path("trees.jsonl").write_text(dump(tree_by_hand() + flat))
+    write("trees.jsonl", tree_by_hand() + flat)
     bellman.main(["--run", ".", "--trees", "trees.jsonl", "--gamma", "0.5"])
     labels = Path("q_labels.jsonl")
     written = read_jsonl(labels)
@@ -117,7 +117,7 @@ def test_the_command_keeps_every_line_and_adds_q(capsys):
 def test_it_starts_without_torch():
     """And without a run: the files that it is given are enough."""
     Path("torch.py").write_text("1 / 0")
-    Path("trees.jsonl").write_text(dump(tree_by_hand()))
+    write("trees.jsonl", tree_by_hand())
     command = [sys.executable, bellman.__file__, "--trees", "trees.jsonl", "--run", "."]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."})
     assert (done.returncode, done.stdout.count("\n")) == (0, 2), done.stderr

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fakes import FIRST, WORLD, FakeEnv, Script, dump, explore, path_of, run, say
+from fakes import FIRST, WORLD, FakeEnv, Script, explore, path_of, run, say, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -245,7 +245,7 @@ def test_trees_of_the_cloned_tasks_have_their_demonstrations(build, capsys):
         {"task_id": task, "messages": shown(f"Action: {action}").state.dump(), "reward": reward}
         for task, action, reward in ways
     ]
-    Path("mine.jsonl").write_text(dump(lines))
+    write("mine.jsonl", lines)
     nodes = build("--tasks cloned --expert mine.jsonl")
     assert tasks_of(nodes) == ["train1", "train3"]
     assert [node["action"] for node in nodes if node["expert"]] == ["Action: right"] * 2  # not the expert's own way

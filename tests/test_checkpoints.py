@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import transformers as hf
-from fakes import chat_tokenizer, dump, labelled_tree, refused, settings_of, tiny, tiny_lm, word_chat
+from fakes import chat_tokenizer, labelled_tree, refused, settings_of, tiny, tiny_lm, word_chat, write
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -174,7 +174,7 @@ def test_the_context_and_the_ends_of_a_turn_are_the_checkpoints(tmp_path):
     model = tiny_lm(CHAT, max_position_embeddings=256, rope_parameters=yarn)
     save(model, tmp_path)
     for ends, stops in ([0, 1], {0, 1}), (1, {1}):
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "top_k": -1}))
+        write("generation_config.json", [{"eos_token_id": ends, "top_k": -1}])
         _, chat = models.load_model(tmp_path, Sampling())
         assert chat.context == 256 and chat.stop_ids == stops
 
@@ -252,7 +252,7 @@ def test_updates_of_a_base_go_through_the_stages(tmp_path, fake_world, bits):
     assert moved(agent, base) == LINEAR
     adapter = peft.PeftModel.from_pretrained(base, tmp_path / "sft" / "adapter")
     close(adapter(IDS).logits, agent(IDS).logits)
-    (tmp_path / "q_labels.jsonl").write_text(dump(labelled_tree("train0") + labelled_tree("train1")))
+    write("q_labels.jsonl", labelled_tree("train0") + labelled_tree("train1"))
     train_qnet.main(f"{train} --sft sft --labels q_labels.jsonl".split())
     net = QNet.from_pretrained(tmp_path / "qnet")
     assert moved(net.backbone, agent.model) == LINEAR and net.backbone.dtype == torch.float32
@@ -305,7 +305,7 @@ FAULTS = [
 def test_files_that_are_not_the_model_in_memory_are_found_before_they_get_their_name(
     stage, place, fault, flags, agent, fake_world, monkeypatch
 ):
-    Path("q_labels.jsonl").write_text(dump(labelled_tree("train0")))
+    write("q_labels.jsonl", labelled_tree("train0"))
     train = f"--env frozenlake --preset paper --run . --epochs 1 {flags}".format(agent=agent).split()
     out = Path(stage.Config.output)
     with monkeypatch.context() as patch, refused(f"{out}: its files give .* as in memory"):

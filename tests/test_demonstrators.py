@@ -1,7 +1,7 @@
 """Demonstrators who err on WebShop: what each leaves out, who errs where, the best paid, and an agent's episodes."""
 
 import pytest
-from fakes import dump, node, over, refused
+from fakes import node, over, refused, write
 
 import envs
 from environments.webshop.expert import named_options, offers
@@ -80,7 +80,7 @@ def test_the_best_branch_of_a_tree_is_the_demonstrators_or_the_agents(demonstrat
     tree = [node(0, None, nodes=3, env="webshop", task="", messages=[{"role": "user", "content": "go"}])]
     for reward, depth in (played, shown):
         tree.append(node(len(tree), 0, reward, done=True, depth=depth, expert=len(tree) == 2))
-    (tmp_path / "trees.jsonl").write_text(dump(tree))
+    write("trees.jsonl", tree)
     (line,) = demonstrate("--trees trees.jsonl")
     assert line["messages"][-1]["content"] == f"Action: {best}"
 
@@ -89,11 +89,11 @@ def test_episodes_of_an_agent(demonstrate, tmp_path):
     shown = demonstrate("--kind mixed")[:3]
     played = [{"task_id": line["task_id"], "steps": [{"action": turn["content"]} for turn in line["messages"][3::2]]}
               for line in reversed(shown)]  # fmt: skip
-    (tmp_path / "results.jsonl").write_text(dump(played))
+    write("results.jsonl", played)
     assert demonstrate("--kind noisy --episodes results.jsonl") == shown
     with refused("--kind noisy: --episodes names results"):
         demonstrate("--kind noisy")
     for lines in (played * 2, [played[0] | {"task_id": "of test"}]):
-        (tmp_path / "results.jsonl").write_text(dump(lines))
+        write("results.jsonl", lines)
         with refused("an episode of each of the first"):
             demonstrate("--kind noisy --episodes results.jsonl")

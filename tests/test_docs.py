@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
-from fakes import FakeEnv
+from fakes import FakeEnv, write
 from safetensors.torch import load_file
 
 import bellman
@@ -63,7 +63,7 @@ def test_the_pages_code_and_pictures_are_what_the_code_and_the_lines_give():
 def test_the_demonstration_on_the_page_is_read_and_replayed_and_shows_the_tiny_model_its_task(layout, capsys):
     (line,) = lines_on("docs/files.md", layout)
     path, env = Path("mine.jsonl"), envs.make("docs.switches:Switches")
-    path.write_text(json.dumps(line) + "\n")
+    write(path, [line])
     expert = demonstrations.read(path, env)
     replay.refuse_openings(expert, env)
     replay.replay_demonstrations(expert, env, ["red"])
@@ -87,7 +87,7 @@ def test_the_lines_on_the_pages_are_read_and_have_the_fields_of_a_run(lake):
         (elsewhere, None, Result),
     ):
         path = Path("line.jsonl")
-        path.write_text(json.dumps(line) + "\n")
+        write(path, [line])
         assert list(records.read(path, kind)) == [line]
         if name:
             assert list(line) == list(read_jsonl(lake / name)[1]), name

@@ -18,7 +18,7 @@ from typing import ClassVar
 import pydantic
 import pytest
 import torch
-from fakes import FIRST, ROOT, FakeEnv, chat_tokenizer, code_on, dump, free_port, refused, settings_of
+from fakes import FIRST, ROOT, FakeEnv, chat_tokenizer, code_on, free_port, refused, settings_of, write
 from transformers import AutoModel, GemmaConfig, HeliumConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import envs
@@ -74,7 +74,7 @@ ROWS = [  # dialogue, action, value
 
 def test_a_qnet_learns_from_anybodys_labels_of_actions(agent):
     rows = [{"messages": State(tuple(talk)).dump(), "action": action, "value": value} for talk, action, value in ROWS]
-    Path("rows.jsonl").write_text(dump(rows))
+    write("rows.jsonl", rows)
     exec(code_on("files.md", "rows.jsonl"), {})
     _, trees = read_pairs(Path("q_labels.jsonl"))
     pairs = [(list(pair.state.messages), pair.action, pair.q) for tree in trees for pair in tree]
@@ -381,12 +381,16 @@ def test_a_gguf_file_becomes_a_folder_that_the_stages_load(tmp_path):
 # ------------------------------------------------------------------------------------------------- a training's curves
 
 
+LOG = """{"step": 1, "loss": 1.0}
+{"step": 2, "epoch": 1, "held_out": {"mse": 0.25, "x": null}}
+"""
+
+
 def test_the_curves_of_a_log_are_its_numbers_by_kind_and_step(monkeypatch):
     told = []
     writer = SimpleNamespace(add_scalar=lambda *figure: told.append(figure), flush=bool)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: writer))
-    epoch = {"step": 2, "epoch": 1, "held_out": {"mse": 0.25, "x": None}}
-    monkeypatch.setattr("sys.stdin", io.StringIO(dump([{"step": 1, "loss": 1.0}, epoch])))
+    monkeypatch.setattr("sys.stdin", io.StringIO(LOG))
     exec(code_on("files.md", "SummaryWriter"), {})
     update, *others = [figure for figure in told if "step" not in figure[0]]
     assert update == ("update/loss", 1.0, 1) and others == [("epoch/epoch", 1, 2), ("epoch/mse", 0.25, 2)]

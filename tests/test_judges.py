@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import FakeEnv, Script, code_on, dump, node, over, run, settings_of, word_chat
+from fakes import FakeEnv, Script, code_on, node, over, run, settings_of, word_chat, write
 
 import q_search
 from experiments import Call, judges
@@ -135,7 +135,7 @@ def bench(agent, fake_world):
 
 
 def test_all_judges_see_the_draws_of_q_search(bench, agent, value_net, capsys):
-    Path("q_labels.jsonl").write_text(dump(tree()))
+    write("q_labels.jsonl", tree())
     named = f"own.py:back qnet={value_net} agent={agent} gain={agent},{agent} chance own.py:right"
     lines = bench(f"--judge {named} -M 3")
     table = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from fakes import FakeEnv, dump, over, refused, save_agent, settings_of, tiny_lm, word_chat
+from fakes import FakeEnv, over, refused, save_agent, settings_of, tiny_lm, word_chat, write
 from safetensors.torch import load_file, save_file
 
 from experiments import eto, ppo, tree_grpo
@@ -37,7 +37,7 @@ def train(fake_world, beginner):
     """Trains in a folder of that name; returns the lines of updates.jsonl."""
     env = FakeEnv(name="frozenlake")  # as the command names it
     expert = [demonstrations.demonstrate(env, task) for task in env.task_ids("train")]
-    Path("expert.jsonl").write_text(dump(expert))
+    write("expert.jsonl", expert)
 
     def start(learner, folder, budget, flags="", sft=beginner):
         usual = f"--env frozenlake --preset paper --val 2 --lr 0.003 {FLAGS[learner]} --budget-in env_steps"

@@ -1,7 +1,6 @@
 """Planned comparisons: Holm by hand, families, what only git's pages have, what is decided, and the real tables."""
 
 import functools
-import json
 import math
 import re
 import shutil
@@ -10,7 +9,7 @@ from itertools import chain
 
 import pandas as pd
 import pytest
-from fakes import dump
+from fakes import write
 from scipy import stats
 
 from reporting import plans
@@ -109,8 +108,8 @@ def test_rows_of_run_folders(tmp_path):
         folder = tmp_path / f"run-{unit}{unit}"  # whatever its name
         folder.mkdir()
         own = {"seed": int(unit), "reward": reward, "tokens": {"prompt": 7}}
-        (folder / "results.jsonl").write_text(dump([line | own]))
-        (folder / "results.meta.json").write_text(json.dumps({"recipe": {}, "inputs": {}, "commit": f"abcdef{unit}"}))
+        write(folder / "results.jsonl", [line | own])
+        write(folder / "results.meta.json", [{"recipe": {}, "inputs": {}, "commit": f"abcdef{unit}"}])
     table = plans.unit_rows(sorted(tmp_path.iterdir())).set_index("seed")
     assert list(table.index) == ["all", "4", "5", "6"]
     assert table.loc["all", ["reward", "tokens", "env_steps", "repeated", "trainings"]].tolist() == [0.5, 7, 5, 0.4, 3]

@@ -3,10 +3,9 @@
 import hashlib
 import json
 import tarfile
-from pathlib import Path
 
 import pytest
-from fakes import ROOT, SHARED, recorded, refused
+from fakes import ROOT, SHARED, recorded, refused, write
 
 import envs
 from environments import protocols
@@ -73,7 +72,7 @@ def test_an_environment_plays_the_tasks_of_a_file(name, options):
     ],
 )
 def test_a_file_that_has_changed_is_refused(change, says):
-    Path("mine.json").write_text(json.dumps(read("webshop-500") | change))
+    write("mine.json", [read("webshop-500") | change])
     with refused(rf"^mine\.json: .*{says}"):
         envs.make("webshop", split_file="mine.json")
 

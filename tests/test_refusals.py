@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fakes import dump, node
+from fakes import node, write
 
 from qlass.files import warn
 from qlass.inputs import hash_of
@@ -34,7 +34,7 @@ def given(agent, value_net, fake_world):
     shutil.copytree(agent, "agent")
     shutil.copytree(value_net, "qnet")
     for name, lines in LINES.items():
-        Path(f"{name}.jsonl").write_text(dump(lines))
+        write(f"{name}.jsonl", lines)
 
 
 def files():

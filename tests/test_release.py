@@ -1,6 +1,5 @@
 """The authors' published format: random weights in it against its own formula, its prompt, its figures."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -9,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers as hf
-from fakes import chat_tokenizer, dump, refused, tiny_lm, word_chat
+from fakes import chat_tokenizer, refused, tiny_lm, word_chat, write
 from torch.nn.functional import linear
 
 import q_search
@@ -86,7 +85,7 @@ def test_the_agent_reads_the_releases_text_and_has_its_settings(release):
 
 def prompt_files():
     Path("inst.txt").write_text("You act.\n\nAction: <your next action>")
-    Path("icl.json").write_text(json.dumps([EXAMPLE, EXAMPLE]))
+    write("icl.json", [[EXAMPLE, EXAMPLE]])
     return "--env-option instruction=inst.txt --env-option example=icl.json"
 
 
@@ -160,7 +159,7 @@ def test_figures_of_three_episodes(capsys):
              "success": text[episode] == "1", "tokens": {}, "block": task[0]}
             for task, text in wins.items()
         ]  # fmt: skip
-        Path(f"results-{episode}.jsonl").write_text(dump(lines))
+        write(f"results-{episode}.jsonl", lines)
     Path("results-0.jsonl").rename("results-9.jsonl")  # the first that is named, whatever its name
     qlass_evaluation.main([f"results-{episode}.jsonl" for episode in (9, 1, 2)])
     head, _, row = capsys.readouterr().out.splitlines()

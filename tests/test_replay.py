@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from fakes import FakeEnv, dump, refused
+from fakes import FakeEnv, refused, write
 
 import build_trees
 import q_search
@@ -179,7 +179,7 @@ def test_a_demonstration_is_read_as_datasets_writes_it_and_takes_its_task_from_t
     nulls = dict.fromkeys(("task", "reward", "source", "env", "system", "tools", "success", "score", "images"))
     for turn in line["messages"]:
         turn |= {"name": None, "tool_calls": None}
-    Path("mine.jsonl").write_text(dump([line | nulls, line | nulls | {"task_id": None}]))
+    write("mine.jsonl", [line | nulls, line | nulls | {"task_id": None}])
     own, unnamed = read(Path("mine.jsonl"), FakeEnv())
     assert (own.task_id, own.state.task, own.reward, own.source) == ("train0", "find the purse", None, "expert")
     assert (unnamed.task_id, unnamed.state.task) == (None, "")

@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from fakes import FakeEnv, code_on, dump
+from fakes import FakeEnv, code_on, write
 
 import reporting.__main__ as report
 from qlass.demonstrations import demonstrate
@@ -23,10 +23,6 @@ HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
 RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "reward": 1, "tokens": {"prompt": 1}}
 QLASS = {"method": "qlass", "M": 2}
-
-
-def write(path, records):
-    Path(path).write_text(dump(records))
 
 
 def parts_of(*arguments):

@@ -1,8 +1,7 @@
-import json
 import random
 
 import pytest
-from fakes import refused
+from fakes import refused, write
 
 pytest.importorskip("scienceworld")
 
@@ -61,7 +60,7 @@ def test_published_splits(tmp_path):
     named = {"train": [[conductivity, 0], [conductivity, 531]], "dev": [["task-1-boil", 14]]}
     named["test"] = [[lifespan, 93], ["task-1-boil", 21], ["task-1-boil", 21]]
     for name, pairs in named.items():
-        (tmp_path / f"{name}_indices.json").write_text(json.dumps(pairs))
+        write(f"{name}_indices.json", [pairs])
     env = envs.make("sciworld", split_file=tmp_path, simulators=1)
     assert sorted(env.task_ids("train")) == ["test_seen/test-conductivity/531", "train/test-conductivity/0"]
     assert env.task_ids("test_seen") == ["test_seen/boil/14"] and len(env.task_ids("all")) == 5

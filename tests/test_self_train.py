@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fakes import FakeEnv, Script, dump, node, over, run, word_chat
+from fakes import FakeEnv, Script, node, over, run, word_chat, write
 
 from experiments import self_train
 from experiments.self_train import best_branch, expert_branch, kept
@@ -64,7 +64,7 @@ def stage(fake_world, agent, value_net, monkeypatch):
     Path("qnet").symlink_to(value_net)
     messages = State((("user", "walk"), ("assistant", "Action: go"))).dump()
     expert = [{"messages": messages, "task": "", "reward": 1.0, "task_id": f"mine{i}"} for i in range(3)]
-    Path("expert.jsonl").write_text(dump(expert))
+    write("expert.jsonl", expert)
     recipe = {"model": "tiny", "n_expert": 2, "expert": sha256(Path("expert.jsonl"))}
     write_json(Path("sft.meta.json"), {"recipe": recipe, "inputs": {"expert": "expert.jsonl"}})
 

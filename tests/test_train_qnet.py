@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, dump, gradients, labelled_tree, settings_of, tiny_backbone, word_chat
+from fakes import FakeEnv, gradients, labelled_tree, settings_of, tiny_backbone, word_chat, write
 
 import train_qnet
 from docs import own_loss
@@ -155,7 +155,7 @@ def test_sibling_accuracy_by_hand():
 @pytest.fixture
 def train(agent):
     """Runs a command on three trees, in the folder of the test."""
-    Path("q_labels.jsonl").write_text(dump([node for i in range(3) for node in labelled_tree(f"train{i}")]))
+    write("q_labels.jsonl", [node for i in range(3) for node in labelled_tree(f"train{i}")])
     flags = f"--env frozenlake --preset paper --run . --sft {agent} --epochs 1 --hidden 8"
     return lambda stage, more="": stage.main(f"{flags} {more}".split())
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fakes import FakeEnv, dump, fork, free_port, labelled_tree, refused, settings_of, tiny_lm, word_chat
+from fakes import FakeEnv, fork, free_port, labelled_tree, refused, settings_of, tiny_lm, word_chat, write
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
@@ -318,8 +318,8 @@ TRAININGS = [  # a stage, what it learns from and how, and the number of process
 def test_processes_share_the_work_and_train_what_one_does(stage, flags, n, agent, fake_world, monkeypatch):
     """Also where they are stopped and started again."""
     tasks = [f"train{i}" for i in range(5)]
-    Path("labels.jsonl").write_text(dump([node for task in tasks for node in labelled_tree(task)]))
-    Path("mine.jsonl").write_text(dump([demonstrate(FakeEnv(name="frozenlake"), task) for task in tasks]))
+    write("labels.jsonl", [node for task in tasks for node in labelled_tree(task)])
+    write("mine.jsonl", [demonstrate(FakeEnv(name="frozenlake"), task) for task in tasks])
     common = "--env frozenlake --run . --epochs 2 --micro-tokens 40 --batch 4 --save-every 1 "
     argv = (common + flags.format(agent=agent)).split()
     one, two = ([*argv, "--out", name] for name in ("by-1", "by-2"))

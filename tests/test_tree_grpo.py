@@ -12,7 +12,6 @@ from fakes import (
     WORLD,
     FakeEnv,
     Script,
-    dump,
     gradients,
     log_pi,
     path_of,
@@ -22,6 +21,7 @@ from fakes import (
     tiny_lm,
     tree_by_hand,
     word_chat,
+    write,
 )
 from torch.testing import assert_close
 
@@ -247,7 +247,7 @@ def test_the_critic_begins_with_the_mean_reward_below_a_state(tmp_path):
     labels = tmp_path / "labels.jsonl"
     other = [n | {"task_id": "u", "reward": 0.0} for n in tree_by_hand()]  # of the same states
     lines = [node for tree in (tree_by_hand(), other) for node in label(tree, avg(tree, 0.9))]
-    labels.write_text(dump(lines))
+    write(labels, lines)
     critic = QNet(tiny_backbone(chat), chat, hidden=32).train()
     learner = Learner(tiny_lm(chat), None, chat, 1e-3)
     learner.optimizer.add_param_group({"params": [*critic.parameters()], "peak": 3e-3})

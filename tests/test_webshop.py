@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import SHARED, lines, real_shop, recorded, refused
+from fakes import SHARED, lines, real_shop, recorded, refused, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,7 +117,7 @@ def shop(tmp_path):
             "title_nouns.json": nouns,
         }
         for name, content in files.items():
-            (tmp_path / name).write_text(json.dumps(content))
+            write(name, [content])
         webshop.load.cache_clear()
         env = envs.make("webshop", data=tmp_path, human_goals=True, **options)
         env.shop.goals = [GOAL]

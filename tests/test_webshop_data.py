@@ -1,13 +1,12 @@
 """The bundled catalogue (data/make_webshop.py), the players that shop in it and in the real one, and ETO's recipe."""
 
-import json
 import random
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
 import pytest
-from fakes import SHARED, recorded, refused
+from fakes import SHARED, recorded, refused, write
 
 import envs
 from data import make_webshop
@@ -126,14 +125,14 @@ def eto(env, task_id):
 def test_human_goals_split_files_and_instruction_are_one_recipe():
     Path("instruction.txt").write_text(INSTRUCTION)
     for name, indices in {"train": [0, 3, 5, 3], "test": [1, 2]}.items():
-        Path(f"{name}_indices.json").write_text(json.dumps(indices))
+        write(f"{name}_indices.json", [indices])
     options = "human_goals=true", "split_file=.", "instruction=instruction.txt"
     env = envs.from_config(Sampling(env="webshop", env_option=options))
     assert sorted(env.task_ids("train")) == ["0", "3", "5"] and sorted(env.task_ids("test")) == ["1", "2"]
     assert envs.make("webshop").published_id({"id": 3}) is None  # whose goals are other ones
     assert env.published_id({"id": "webshop_3"}) is None and env.published_id({}) is None
     assert isinstance(env.shop.goals[0]["goal_options"], list), "people name values, not options"
-    Path("eto.json").write_text(json.dumps([eto(env, task) for task in env.task_ids("train")]))
+    write("eto.json", [[eto(env, task) for task in env.task_ids("train")]])
     written = {shown.task_id: shown for shown in read(Path("eto.json"), env)}
     assert {shown.state.messages[0] for shown in written.values()} == {("user", INSTRUCTION)}
     for task, shown in written.items():  # its actions earn here what they earned there

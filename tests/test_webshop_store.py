@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fakes import SHARED, fork, recorded, refused
+from fakes import SHARED, fork, recorded, refused, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +67,7 @@ def test_a_product_without_a_text_is_refused(crowd, field):
     items = folder / "items_shuffle.json"
     products = json.loads(items.read_text())
     products[1][field] = None
-    items.write_text(json.dumps(products))
+    write(items, [products])
     with refused("product number 1 is not in WebShop's schema"):
         store.open_store(folder)
 
