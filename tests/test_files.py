@@ -178,12 +178,11 @@ def test_overwriting_loses_nothing_before_the_new_output_is_whole():
     assert path.read_bytes() == WHOLE and files.meta_of(path)["recipe"]["depth"] == 4 and not parts.exists()
 
 
-def test_a_stop_while_old_parts_are_removed_leaves_none_without_its_recipe(monkeypatch):
+def test_a_stop_while_old_parts_are_removed_leaves_none_without_its_recipe():
     path = Path("x.jsonl")
     grow(path)
     grow(path, "--overwrite --depth 4", stop=2)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(outputs, "write_json", mock.Mock(side_effect=KeyboardInterrupt))
+    with mock.patch.object(outputs, "write_json", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         grow(path, "--overwrite --depth 5", stop=1)
     with refused("begun with depth 4, not 3"):
         grow(path)
