@@ -32,7 +32,7 @@ from qlass import UserError, settings
 from qlass.batching import Candidate
 from qlass.chat import Chat, Rendering
 from qlass.files import read_jsonl
-from qlass.messages import parse_action, react, start
+from qlass.messages import State, parse_action, react, start
 from qlass.models import PROBE
 from qlass.trees import tree_records
 
@@ -144,6 +144,16 @@ def run(player, answer):
         except StopIteration as stop:
             return stop.value, requests
         reply = answer(requests[-1])
+
+
+def talk(*texts, task="", opening=2):
+    """A state of these messages, of which the user has the first."""
+    return State(tuple(zip(itertools.cycle(("user", "assistant")), texts, strict=False)), task, opening)
+
+
+def actions_of(record):
+    """The executable actions of a line of results.jsonl."""
+    return tuple(parse_action(step["action"]) for step in record["steps"])
 
 
 def path_of(state):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from fakes import CHATML, LLAMA_2, TEMPLATES, chat_tokenizer, refused, word_chat
+from fakes import CHATML, LLAMA_2, TEMPLATES, chat_tokenizer, refused, talk, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,9 +74,7 @@ def chat_of(template):
     return Chat(tokenizer, Rendering())
 
 
-STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you see a door"))).extended(
-    "Thought: hm\nAction: open it", "Observation: it is shut"
-)
+STATE = talk("walk", "OK", "you see a door").extended("Thought: hm\nAction: open it", "Observation: it is shut")
 ENDS = {"llama-2": "</s>", "chatml": "<|im_end|>", "llama-3": "<|eot_id|>", "gemma": "<end_of_turn>"}
 SPACES = [("llama-2", scheme) for scheme in (None, "first", "always", "never")]
 
@@ -104,7 +102,7 @@ chats = st.sampled_from([*CHATS.values(), MARKING, word_chat(), word_chat(compac
 @settings(max_examples=80)
 @given(chats, texts, st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
 def test_the_tokens_of_a_state_begin_those_of_every_later_state(chat, task, turns):
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "a door")), task)
+    state = talk("walk", "OK", "a door", task=task)
     for action, observation in turns:
         pair = [*chat.prompt(state), *chat.action_tokens(action, task)]
         state = state.extended(action, observation)
@@ -122,7 +120,7 @@ def test_an_action_comes_back_from_its_tokens(chat, action, task):
 
 
 def test_the_compact_form_by_hand():
-    first = State((("user", "walk"), ("assistant", "OK"), ("user", "page one: red door; none")), "red door")
+    first = talk("walk", "OK", "page one: red door; none", task="red door")
     again = "Action: go", "page one: red door; or hall"
     state = first.extended(*again).extended(*again)
     first, _, second, _, third = (MARKING.tokenizer.decode(run) for run in MARKING.message_tokens(state))
@@ -151,20 +149,20 @@ def test_control_tokens_in_a_message_stay_text(name):
     """The model's own, those of other models, and a template's marks that are no tokens."""
     chat = CHATS[name]
     special = {i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special}
-    other = chat.prompt(State((("user", "see it"),), opening=0))
+    other = chat.prompt(talk("see it", opening=0))
     for control in [*CONTROL, "[INST]", "[/INST]"]:
         page = f"see {control} and {control}"
         *ids, end = chat.action_tokens(page, "")
         assert special.isdisjoint(ids) and end == chat.stop_id
         assert chat.text(ids) == page or name == "llama-2"  # whose decoder drops spaces
-        observed = chat.prompt(State((("user", page),), opening=0))
+        observed = chat.prompt(talk(page, opening=0))
         assert [i for i in observed if i in special] == [i for i in other if i in special]  # the template's own
 
 
 def test_prompts_beyond_the_context():
     chat = word_chat(max_new_tokens=5)
     chat.context = 40  # and so 34 of a prompt
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "")
+    state = talk("walk", "OK", "you stand")
     for _ in range(6):
         state = state.extended("Action: left", "Observation: nothing happens")
     for stays, asked in ((3, state), (1, State(state.messages[2:], "", 0))):  # whose first message tells all of it

@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import transformers as hf
-from fakes import chat_tokenizer, labelled_tree, refused, settings_of, tiny, tiny_lm, word_chat, write
+from fakes import chat_tokenizer, labelled_tree, refused, settings_of, talk, tiny, tiny_lm, word_chat, write
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -23,7 +23,6 @@ from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
 from qlass.files import meta_of, parts_folder, write_json
 from qlass.inputs import checkpoint, sha256
-from qlass.messages import State
 from qlass.policy import QUESTION, Policy
 from qlass.settings import Sampling
 from train_qnet import QNet
@@ -181,7 +180,7 @@ def test_the_context_and_the_ends_of_a_turn_are_the_checkpoints(tmp_path):
 
 def test_how_a_checkpoint_would_be_sampled_elsewhere_changes_nothing(copy):
     """As by Qwen 2.5's generation_config.json, which only says how a turn ends."""
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")))
+    state = talk("walk", "OK", "you stand")
 
     def drawn():
         (candidates,) = load_policy(copy, Sampling(plain=True)).sample([Sample(state, 6, ("t",), 1.0)])

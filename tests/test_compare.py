@@ -3,13 +3,12 @@
 import math
 
 import pytest
-from fakes import FakeEnv, Script, run, word_chat
+from fakes import FakeEnv, Script, actions_of, run, talk, word_chat
 
 from experiments import compare as stage
 from experiments import paraphrase
 from experiments.compare import Oracle, Player
 from qlass.batching import Sample
-from qlass.messages import State, parse_action
 
 LOOK = Oracle("oracle_lookahead", "q", M=2, looks=True)
 
@@ -32,8 +31,8 @@ def test_oracles_step_each_candidate(method, q, way, reward, scored):
         return [q * ("right" in action) for action in request.actions]
 
     record, _ = run(method.play(env, "test0", word_chat()), answer)
-    path = [parse_action(step["action"]) for step in record["steps"]]
-    assert (path, record["reward"]) == (way.split(), reward)
+    path = actions_of(record)
+    assert (" ".join(path), record["reward"]) == (way, reward)
     assert record["env_steps"] == len(env.played) == 3 * len(path)  # two looks and a step
     assert (record["tokens"]["scored"], record["tokens"]["generated"]) == (scored, 6 * len(path))
 
@@ -47,7 +46,7 @@ def test_oracles_step_each_candidate(method, q, way, reward, scored):
     ],
 )
 def test_untried_candidates_come_first(turns, scores):
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "start")))
+    state = talk("walk", "OK", "start")
     for action, page in (turn.split(":") for turn in turns.split()):
         state = state.extended(f"Action: {action}", page)
     (method,) = plan("--method untried_qlass -M 2")

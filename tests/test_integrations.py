@@ -18,7 +18,7 @@ from typing import ClassVar
 import pydantic
 import pytest
 import torch
-from fakes import FIRST, ROOT, FakeEnv, chat_tokenizer, code_on, free_port, refused, settings_of, write
+from fakes import FIRST, ROOT, FakeEnv, chat_tokenizer, code_on, free_port, refused, settings_of, talk, write
 from transformers import AutoModel, GemmaConfig, HeliumConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import envs
@@ -32,7 +32,7 @@ from integrations.values import episode_reward, turn_values
 from qlass import models
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
-from qlass.messages import State, replay, start, step
+from qlass.messages import replay, start, step
 from qlass.pairs import read_pairs
 from qlass.settings import Sampling
 from train_qnet import QNet, scorer
@@ -56,7 +56,7 @@ def test_each_turn_has_the_value_that_a_search_sees(qnet):
     with refused("begin with an instruction and the agent's OK"):
         turn_values(qnet, state.dump()[2:])
     qnet.chat.rendering.agreement = ""  # the first message has instruction and task
-    one = State((("user", "walk to the purse"), ("assistant", "Action: right"), ("user", "a purse")), opening=0)
+    one = talk("walk to the purse", "Action: right", "a purse", opening=0)
     assert turn_values(qnet, one.dump())[0] == qnet.score([Score(one.prefix(1), ("Action: right",))])[0]
     qnet.chat.rendering.agreement = None
     qnet.chat.rendering.compact = True  # a tiny model's
@@ -64,24 +64,24 @@ def test_each_turn_has_the_value_that_a_search_sees(qnet):
         turn_values(qnet, state.dump())
 
 
-TALK = [("user", "walk"), ("assistant", "OK"), ("user", "at the door")]
+TALK = talk("walk", "OK", "at the door")
 ROWS = [  # dialogue, action, value
-    (TALK, "Action: left", 0.2),
-    (TALK, "Action: right", 1.0),
-    ([*TALK, ("assistant", "Action: left"), ("user", "at the wall")], "Action: right", 0.0),
+    (TALK.dump(), "Action: left", 0.2),
+    (TALK.dump(), "Action: right", 1.0),
+    (TALK.extended("Action: left", "at the wall").dump(), "Action: right", 0.0),
 ]
 
 
 def test_a_qnet_learns_from_anybodys_labels_of_actions(agent):
-    rows = [{"messages": State(tuple(talk)).dump(), "action": action, "value": value} for talk, action, value in ROWS]
+    rows = [{"messages": messages, "action": action, "value": value} for messages, action, value in ROWS]
     write("rows.jsonl", rows)
     exec(code_on("files.md", "rows.jsonl"), {})
     _, trees = read_pairs(Path("q_labels.jsonl"))
-    pairs = [(list(pair.state.messages), pair.action, pair.q) for tree in trees for pair in tree]
+    pairs = [(pair.state.dump(), pair.action, pair.q) for tree in trees for pair in tree]
     assert pairs == ROWS and [len(tree) for tree in trees] == [2, 1]  # siblings of one dialogue, and another
     flags = f"--env mine --run mine --preset paper --sft {agent} --epochs 1 --labels q_labels.jsonl"
     train_qnet.main(flags.split())
-    assert len(QNet.from_pretrained(Path("mine/qnet")).score([Score(State(tuple(TALK)), ("Action: left",))])[0]) == 1
+    assert len(QNet.from_pretrained(Path("mine/qnet")).score([Score(TALK, ("Action: left",))])[0]) == 1
 
 
 VLLM = shutil.which("vllm")
@@ -373,7 +373,7 @@ def test_a_gguf_file_becomes_a_folder_that_the_stages_load(tmp_path):
     gguf.main([str(file), "model"])
     model, chat = models.load_model(tmp_path / "model", settings_of(q_search))
     assert model.dtype == torch.float32 and chat.template.stop.endswith("<|im_end|>")
-    prompt = chat.prompt(State((("user", "What is the capital of France?"),), opening=0))
+    prompt = chat.prompt(talk("What is the capital of France?", opening=0))
     written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
     assert "Paris" in chat.text(written.tolist())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import FakeEnv, Script, code_on, node, over, run, settings_of, word_chat, write
+from fakes import FakeEnv, Script, actions_of, code_on, node, over, run, settings_of, word_chat, write
 
 import q_search
 from experiments import Call, judges
@@ -41,7 +41,7 @@ def played(judge, draws, answer=None):
 )
 def test_functions_votes_and_the_true_value_judge_without_a_model(judge, draws, last, env_steps):
     line, scores = played(judge, draws)
-    assert [parse_action(step["action"]) for step in line["steps"]] == ["right"] * 3 and scores[-1] == last
+    assert actions_of(line) == ("right",) * 3 and scores[-1] == last
     assert (line["env_steps"], line["tokens"]["scored"]) == (env_steps, 0)  # nobody but the agent has read anything
 
 

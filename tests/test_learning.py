@@ -2,11 +2,11 @@
 
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
-from fakes import FakeEnv, over, refused, save_agent, settings_of, tiny_lm, word_chat, write
+from fakes import FakeEnv, over, refused, save_agent, settings_of, talk, tiny_lm, word_chat, write
 from safetensors.torch import load_file, save_file
 
 from experiments import eto, ppo, tree_grpo
@@ -15,7 +15,6 @@ from qlass import demonstrations
 from qlass.agent import load_policy
 from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl, write_jsonl
-from qlass.messages import State
 from qlass.settings import Sampling
 
 GROUPS = "--batch-tasks 8 --minibatch 4 --every 2"
@@ -110,15 +109,13 @@ def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, monkeyp
     assert not first & second
 
 
-def test_a_stop_while_the_first_state_is_written_loses_nothing(train, monkeypatch):
+def test_a_stop_while_the_first_state_is_written_loses_nothing(train):
     train(tree_grpo, "one", 50)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Learner, "suspend", Mock(side_effect=KeyboardInterrupt))
+    with patch.object(Learner, "suspend", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         train(tree_grpo, "again", 50)
     train(tree_grpo, "again", 50)
     assert contents("again") == contents("one")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Learner, "validation", Mock(side_effect=KeyboardInterrupt))
+    with patch.object(Learner, "validation", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         train(tree_grpo, "again", 50, "--overwrite --seed 1")
     assert contents("again") == contents("one")  # until there are new ones
 
@@ -158,7 +155,7 @@ def test_an_agent_learns_without_dropout():
     """What is trained are the probabilities by which it was drawn."""
     folder = save_agent(Path("agent"), options={"attention_dropout": 0.9})
     model, chat, _ = trainable(folder, settings_of(tree_grpo, "--preset paper"))
-    ids = torch.tensor([chat.prompt(State((("user", "find the purse"),), opening=0))])
+    ids = torch.tensor([chat.prompt(talk("find the purse", opening=0))])
     assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
 
 

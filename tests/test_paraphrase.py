@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from fakes import FakeServer, chat_completion, refused, word_chat
+from fakes import FakeServer, chat_completion, refused, talk, word_chat
 
 from experiments.paraphrase import by_server, prompt_tokens, reword, under_wordings
 from qlass.batching import Candidate, Sample
@@ -13,7 +13,7 @@ TASK = "i need a red cotton shirt"
 
 
 PAGE = f"page {TASK} end"
-STATE = State((("user", "walk"), ("assistant", "OK"), ("user", PAGE)), TASK)
+STATE = talk("walk", "OK", PAGE, task=TASK)
 
 
 def wording(task, index):
@@ -50,7 +50,7 @@ def test_tokens_of_all_wordings_by_hand():
     assert prompt_tokens(word_chat(), [steps]) == own + (other + 2 * 1) + (other + 2 * 2)
 
 
-TOLD = (("user", "Shop. To find a shoe is all."), ("assistant", "OK"), ("user", "Task: find a shoe. All off."))
+TOLD = talk("Shop. To find a shoe is all.", "OK", "Task: find a shoe. All off.").messages
 LATER = "Observation: to find a shoe. Task: find a shoe."
 PAGES = ["Task: buy \\1. All off.", "Observation: to buy \\1. Task: buy \\1."]
 

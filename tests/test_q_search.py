@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, path_of, reverse, run, say, true_q, word_chat
+from fakes import WORLD, FakeEnv, Script, actions_of, path_of, reverse, run, say, true_q, word_chat
 
 import q_search
 from experiments.compare import distinct
@@ -30,7 +30,7 @@ def episode(method, script=BOTH, q=never, env=None, task="test0", chat=CHAT):
     playing = method.play(env or FakeEnv(), task, chat)
     record, asked = run(playing, lambda request: (draw if isinstance(request, Sample) else q)(request))
     assert all(r.temperature == (0 if method.name == "greedy" else 0.7) for r in asked if isinstance(r, Sample))
-    return record, tuple(parse_action(step["action"]) for step in record["steps"]), asked
+    return record, actions_of(record), asked
 
 
 def by_trial(*scripts):

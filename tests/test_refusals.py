@@ -8,11 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fakes import node, write
+from fakes import node, talk, write
 
 from qlass.files import warn
 from qlass.inputs import hash_of
-from qlass.messages import State
 from qlass.settings import run_stage
 
 PAGE = Path(__file__).with_name("refusals.md").read_text(encoding="utf-8")
@@ -21,7 +20,7 @@ EDIT = 'set -e; edit() { text=$(<"$1"); [[ $text == *"$2"* ]]; text=${text/"$2"/
 QVAL = "experiments.qval.__main__"
 OUTPUTS = {"model.safetensors", "head.safetensors", "trees.jsonl", "q_labels.jsonl", "results.jsonl"}
 
-STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start"), ("assistant", "Action: left")))
+STATE = talk("walk", "OK", "you stand at start", "Action: left")
 ROOT = node(0, None, nodes=2, messages=STATE.dump()[:-1], task="", action=None, q=0.5, q_raw=0.5)
 LEAF = node(1, 0, 1.0, done=True, q=0.25, q_raw=0.5)
 RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "seed": 0, "reward": 1, "tokens": {"prompt": 1}}

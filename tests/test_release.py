@@ -3,12 +3,12 @@
 import os
 import re
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
 import transformers as hf
-from fakes import chat_tokenizer, refused, tiny_lm, word_chat, write
+from fakes import chat_tokenizer, refused, talk, tiny_lm, word_chat, write
 from torch.nn.functional import linear
 
 import q_search
@@ -17,7 +17,6 @@ from experiments import qlass_evaluation
 from integrations import qlass_release
 from qlass.chat import Chat, Rendering
 from qlass.files import read_jsonl
-from qlass.messages import State
 
 TOKENIZERS = ["llama-2 first", "llama-2 always", "llama-3"]  # SentencePiece adds a space to a text, or to each part
 EXAMPLE = [{"role": "user", "content": "A room.\n\nYour task is to: look."}, {"from": "gpt", "content": "Action: go"}]
@@ -76,7 +75,7 @@ def value(name, folder, messages):
 def test_the_agent_reads_the_releases_text_and_has_its_settings(release):
     name, folder = release
     chat = Chat(hf.AutoTokenizer.from_pretrained(folder / "run" / "sft"), Rendering.load(folder / "run" / "sft"))
-    state = State((("user", "Walk."),), opening=0).extended("Action: look", "Observation: a desk 1")
+    state = talk("Walk.", opening=0).extended("Action: look", "Observation: a desk 1")
     asked = written(name, state.dump()) + "<|start_header_id|>assistant<|end_header_id|>\n\n" * (name == "llama-3")
     assert chat.prompt(state) == chat_tokenizer(*name.split(), begins=True)(asked).input_ids
     assert (chat.rendering.temperature, chat.rendering.max_new_tokens) == (0.7, 512)
@@ -142,11 +141,11 @@ def test_what_is_no_qnet_of_the_release_is_refused_by_key(change, reason):
     assert not Path("run/qnet").exists() and not Path("struck").exists()
 
 
-def test_a_stopped_conversion_leaves_nothing_that_would_be_refused(monkeypatch):
+def test_a_stopped_conversion_leaves_nothing_that_would_be_refused():
     publish("llama-3", Path("release"))
     argv = ["release/Q", "--sft", "release/agent", "--out", "run/qnet"]
-    with monkeypatch.context() as patch, refused("No space left"):
-        patch.setattr(hf.LlamaForCausalLM, "save_pretrained", Mock(side_effect=OSError("No space left on device")))
+    full = OSError("No space left on device")
+    with patch.object(hf.LlamaForCausalLM, "save_pretrained", side_effect=full), refused("No space left"):
         qlass_release.main(argv)
     qlass_release.main(argv)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fakes import FakeEnv, Script, node, over, run, word_chat, write
+from fakes import FakeEnv, Script, node, over, run, talk, word_chat, write
 
 from experiments import self_train
 from experiments.self_train import best_branch, expert_branch, kept
@@ -11,7 +11,7 @@ from q_search import Method
 from qlass import demonstrations
 from qlass.files import meta_of, read_jsonl, write_json
 from qlass.inputs import sha256
-from qlass.messages import State, parse_action
+from qlass.messages import parse_action
 
 
 def tree(*nodes):
@@ -35,7 +35,7 @@ def test_best_branch_by_hand():
 
 
 def line(text, reward):
-    messages = [{"role": "user", "content": "s"}, {"role": "assistant", "content": text}]
+    messages = talk("s", text).dump()
     return {"task_id": "t", "env": "fake", "task": "", "messages": messages, "reward": reward, "tokens": {}}
 
 
@@ -62,7 +62,7 @@ def stage(fake_world, agent, value_net, monkeypatch):
     monkeypatch.setattr(FakeEnv, "rules", lambda self: {})
     Path("sft").symlink_to(agent)
     Path("qnet").symlink_to(value_net)
-    messages = State((("user", "walk"), ("assistant", "Action: go"))).dump()
+    messages = talk("walk", "Action: go").dump()
     expert = [{"messages": messages, "task": "", "reward": 1.0, "task_id": f"mine{i}"} for i in range(3)]
     write("expert.jsonl", expert)
     recipe = {"model": "tiny", "n_expert": 2, "expert": sha256(Path("expert.jsonl"))}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import FakeEnv, over, settings_of, tiny_lm, word_chat
+from fakes import FakeEnv, over, settings_of, talk, tiny_lm, word_chat
 
 import q_search
 import sft
@@ -24,10 +24,10 @@ from qlass.tiny import AIDS, MARK
 from qlass.training import cosine
 
 CHAT = word_chat()
-STATE = State(
-    (("user", "walk"), ("assistant", "OK"), ("user", "you stand"), ("assistant", "Thought: hm\nAction: left"),
-     ("user", "Observation: nothing happens"), ("assistant", "Action: right")), "find the purse"
-)  # fmt: skip
+STATE = talk(
+    *("walk", "OK", "you stand", "Thought: hm\nAction: left", "Observation: nothing happens", "Action: right"),
+    task="find the purse",
+)
 TEXT = (
     "<user> walk <agent> OK <end> <user> you stand <agent> Thought: hm Action: left <end> "
     "<user> Observation: nothing happens <agent> Action: right <end>"
@@ -82,7 +82,7 @@ def shown(*states):
 
 def test_every_twentieth_task_is_held_out():
     def played(task):
-        return State((("user", "walk"), ("assistant", "OK"), ("user", f"you stand at {task}"), ("assistant", "go")))
+        return talk("walk", "OK", f"you stand at {task}", "go")
 
     expert = shown(*(played(i // 2) for i in range(800)))  # two of each task
     learned, held_out = sft.hold_out_tasks(expert)

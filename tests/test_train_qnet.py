@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, gradients, labelled_tree, settings_of, tiny_backbone, word_chat, write
+from fakes import FakeEnv, gradients, labelled_tree, settings_of, talk, tiny_backbone, word_chat, write
 
 import train_qnet
 from docs import own_loss
 from qlass.batching import Score
 from qlass.files import meta_of
-from qlass.messages import State
 from qlass.pairs import Pair, hold_out_trees, pairs_of, ranking
 from qlass.policy import QUESTION
 from qlass.training import Training
@@ -36,7 +35,7 @@ def test_pairs_have_their_trees_task():
 
 
 def test_the_loss_by_hand_of_a_pair_and_of_two_siblings():
-    net, state = qnet(), State((("user", "walk"),))
+    net, state = qnet(), talk("walk")
     pair, sibling = Pair(state, "Action: left", 0.25), Pair(state, "Action: right", 1.0)
     ids = net.chat.tokenizer.convert_tokens_to_ids(["<user>", "walk", "<agent>", "Action:", "left", "<end>"])
     v = net(input_ids=torch.tensor([ids]))[0].detach().numpy()
@@ -94,7 +93,7 @@ def trained(net, trees, held_out=(), **more):
     return training.finish(lambda draft: draft.mkdir() or [], [])
 
 
-STATE = State((("user", "you stand at start"),))
+STATE = talk("you stand at start")
 FOUR = [Pair(STATE, f"Action: {a}", q) for a, q in {"left": 0.0, "right": 1.0, "walk": 0.3, "find": 0.7}.items()]
 
 
@@ -141,7 +140,7 @@ def sibling_accuracy(trees, scores):
 
 
 def test_sibling_accuracy_by_hand():
-    other = State((("user", "walk"),))
+    other = talk("walk")
     tree = [*FOUR, Pair(other, "Action: left", 0.5), Pair(other, "Action: right", 0.52)]
     scores = {(p.state, p.action): s for p, s in zip(tree, (0.2, 0.4, 0.4, 0.1, 9.0, 8.0), strict=True)}
     # q: left 0, right 1, walk .3, find .7; scores .2 .4 .4 .1. right > left, walk > left: right; right = walk: half;

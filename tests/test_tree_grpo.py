@@ -17,6 +17,7 @@ from fakes import (
     path_of,
     run,
     say,
+    talk,
     tiny_backbone,
     tiny_lm,
     tree_by_hand,
@@ -34,7 +35,6 @@ from experiments.tree_grpo import Trajectory, advantages, batches, forest
 from qlass.batching import Sample, drive
 from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
-from qlass.messages import State
 from train_qnet import QNet
 
 WALKS = {(): "left right right", ("right",): "left right", ("left",): "right left"}
@@ -81,8 +81,7 @@ def test_the_drawn_nodes_are_the_root_and_what_is_no_leaf():
 def trajectory(reward, *observations, tree=0):
     decisions = []
     for observation in observations:
-        state = State((("user", observation),))
-        decisions.append(Decision(state, "go"))
+        decisions.append(Decision(talk(observation), "go"))
     return Trajectory(tuple(decisions), reward, tree)
 
 
@@ -202,7 +201,7 @@ def test_probabilities_are_those_of_the_tokens_that_were_sampled(limit, valid):
 
 def test_advantages_of_turns_by_hand():
     """A step with one valid action is no turn."""
-    values = {State((("user", page),)): v for page, v in zip("abcd", (0.5, 9.0, 0.2, 0.4), strict=True)}
+    values = {talk(page): v for page, v in zip("abcd", (0.5, 9.0, 0.2, 0.4), strict=True)}
     decisions = [Decision(state, "left", ("left", "right") if v < 1 else ("left",)) for state, v in values.items()]
     (A,) = ppo.advantages([Trajectory(tuple(decisions), 1.0)], values, gamma=0.5, lam=0.8)
     third = 1 - 0.4

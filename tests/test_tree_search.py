@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, path_of, refused, reverse, run, say, true_q, word_chat
+from fakes import WORLD, FakeEnv, Script, actions_of, path_of, refused, reverse, run, say, true_q, word_chat
 
 import envs
 from experiments import retry, tree_search
@@ -54,8 +54,7 @@ def play(name, M=2, N=1, q=true_q, draw=BOTH, env=None, task="test0", seed=0, **
     reply = answer(q, draw)
     record, asked = run(method.play(env, task, CHAT), lambda together: list(map(reply, together.items)))
     requests = [request for together in asked for request in together.items]
-    path = tuple(parse_action(step["action"]) for step in record["steps"])
-    return record, path, env, requests
+    return record, actions_of(record), env, requests
 
 
 @pytest.mark.parametrize("q", [true_q, short_sighted])
