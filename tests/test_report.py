@@ -26,9 +26,7 @@ QLASS = {"method": "qlass", "M": 2}
 
 
 def parts_of(*arguments):
-    """Groups of results by their conditions."""
-    sources = results.result_files(map(str, arguments))
-    return {str(group.condition): group for group in results.read_results(sources)}
+    return results.read_results(results.result_files(map(str, arguments)))
 
 
 def groups_in(records):
@@ -38,8 +36,8 @@ def groups_in(records):
 
 def differences(groups):
     """Rows of the table by the two methods of each."""
-    table = tables.differences_table(list(groups.values()))
-    return {(row["method"], row["minus"]): row for row in table.to_dict("records")}
+    records = tables.differences_table(groups).to_dict("records")
+    return {(row["method"], row["minus"]): row for row in records}
 
 
 # ------------------------------------------------------------------------------------------------- tables
@@ -52,14 +50,16 @@ def test_ids_stay_text_and_rows_differ_by_player_budget_and_label(label):
     methods = {"rule: first": {"method": "rule", "player": "first"}, "agent, greedy": {}, "QLASS M=2": QLASS}
     methods["best-of-N, picked by QNet N=4"] = {"method": "best_of_n", "N": 4, "select": "q"}
     rows = [row | {"label": own} for row in methods.values() for own in ("", label)]
-    groups = groups_in([row | {"task_id": task} for row in rows for task in ("007", "7", 12)])
+    records = [row | {"task_id": task} for row in rows for task in ("007", "7", 12)]
+    groups = {str(group.condition): group for group in groups_in(records)}
     assert groups.keys() > methods.keys() and sum(f" [{label}]" in name for name in groups) == len(groups) / 2 == 4
     assert list(groups["agent, greedy"].values("reward").index) == [("007", 0), ("12", 0), ("7", 0)]
-    assert groups_in([{"agent": label, "label": label}]).keys() == {f"{label}, greedy"}
+    (group,) = groups_in([{"agent": label, "label": label}])
+    assert str(group.condition) == f"{label}, greedy"
 
 
 def test_the_table_by_hand():
-    groups = list(parts_of(RESULTS).values())
+    groups = parts_of(RESULTS)
     table = tables.results_table(groups, groups).set_index("method")
     oracle = "best-of-N, picked by true reward (oracle) N=2"
     assert list(table.index) == ["agent, greedy", "best-of-N, picked by QNet N=2", oracle, "QLASS M=2"]
@@ -77,14 +77,12 @@ def test_the_table_by_hand():
 
 def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played():
     played = [(1, 0, 1), (2, 0, 0), (3, 0, 1), (4, 0, 1), (1, 1, 1), (2, 1, 1)]
-    records = [{"task_id": f"t{t}", "seed": s, "reward": r, "tokens": {"prompt": 10 * t}} for t, s, r in played]
-    (group,) = groups_in(records).values()
+    records = []
+    for t, s, r in played:
+        tokens = {"prompt": t, "scored": 2 * t, "of another model": 7 * t}  # those of all names count
+        records.append({"task_id": f"t{t}", "seed": s, "reward": r, "tokens": tokens})
+    (group,) = groups_in(records)
     assert (group.reward.mean, group.reward.n, group.mean("total")) == (0.75, 2, 15)
-
-
-def test_tokens_of_all_names_count():
-    (group,) = groups_in([{"tokens": {"prompt": 1, "scored": 2, "of another model": 4}}]).values()
-    assert group.mean("total") == 7
 
 
 def test_the_differences_by_hand():
@@ -92,7 +90,7 @@ def test_the_differences_by_hand():
     groups = parts_of(RESULTS, "target avg=.")
     table = differences(groups)
     # Seed 0 is shared: .5, 0, 0, .5. The resampled mean is Binomial(4, 1/2) / 8, whose 95 % are 0 to .5.
-    headline, _ = tables.headlines(list(groups.values()))
+    headline, _ = tables.headlines(groups)
     assert "; +0.250 [+0.000, +0.500] over agent, greedy (unclear); " in headline
     assert table["QLASS [target avg] M=2", "QLASS M=2"]["difference [95 %]"] == "+0.000 [+0.000, +0.000]"
 
@@ -120,7 +118,7 @@ def test_the_headline_is_about_the_tasks_that_all_have_played():
     for (name, m, label), rewards in played.items():
         row = {"method": name, "M": m, "label": label}
         records += [row | {"task_id": task, "reward": int(reward)} for task, reward in enumerate(rewards)]
-    rows = list(groups_in(records).values())
+    rows = groups_in(records)
     (headline,) = tables.headlines(rows)
     start = r"lake: QLASS .a, 1 epoch, rank. M=2 earns 0\.500 \[.* on 2 tasks; \+0\.500 \[.*; \+0\.000 \["
     assert re.match(start, headline)
@@ -131,21 +129,21 @@ def test_the_headline_is_about_the_most_candidates():
     """M = 6 rather than M = 2 in each of two episodes, which stand behind it in the table."""
     sizes = {(1, 1): "greedy", (6, 1): "qlass", (2, 2): "qlass"}
     records = [{"method": name, "M": m, "N": n, "select": "q" * (n > 1)} for (m, n), name in sizes.items()]
-    (headline,) = tables.headlines(list(groups_in(records).values()))
+    (headline,) = tables.headlines(groups_in(records))
     assert "QLASS M=6 earns" in headline
 
 
 def test_no_headline_is_about_rivals_that_share_no_task():
     played = {"greedy": "ab", "likeliest": "cd", "qlass": "abcd"}
     records = [{"method": m, "M": 1 + (m != "greedy"), "task_id": t} for m, tasks in played.items() for t in tasks]
-    assert not [*tables.headlines(list(groups_in(records).values()))]
+    assert not [*tables.headlines(groups_in(records))]
 
 
 def test_a_sample_far_below_greedy_is_told():
     records = [
         {"method": m, "task_id": task, "reward": m == "greedy"} for m in ("greedy", "sample") for task in "abcdef"
     ]
-    line, _ = tables.notes(list(groups_in(records).values()))
+    line, _ = tables.notes(groups_in(records))
     assert line.startswith("lake: one sample is below the greedy agent: -1.000 [") and "--temperature" in line
 
 
@@ -155,7 +153,7 @@ def test_expected_ranges_are_checked():
     Path("expected.csv").write_text("\n".join([head, *rows, "webshop,greedy,1,1,,0.1,0.2,1"]))
     played = [{"reward": 0.71}, QLASS | {"reward": 0.7596}, QLASS | {"reward": 0.79, "label": "half"}]
     groups = groups_in([*played, QLASS | {"M": 6, "reward": 0.7}])
-    assert expected.verdicts(list(groups.values()), expected.read_ranges(Path("expected.csv"))) == [
+    assert expected.verdicts(groups, expected.read_ranges(Path("expected.csv"))) == [
         "agent, greedy 0.7100, expected 0.7 to 0.73: ok",
         "QLASS M=2 0.7596, expected 0.76 to 0.8: not as expected",
         "QLASS M=6 0.7000, expected 0.76 to 0.8: not compared, as this is over 1 tasks, and the range over 431",
@@ -188,7 +186,7 @@ def run_folder(folder, seed=0, sft="a", qnet="b", learned=()):
 def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_but_not_one_model_as_two_trainings(capsys):
     folders = [run_folder(f"seed{n}", n, f"a{n}", f"b{n}") for n in range(3)]
     folders[1] = str(Path("seed1").rename("moved"))
-    assert {len(group.episodes) for group in parts_of(*folders).values()} == {6}
+    assert {len(group.episodes) for group in parts_of(*folders)} == {6}
     assert capsys.readouterr().err == ""
     parts_of(folders[0], run_folder("again", 7, "a0", "other"))
     assert capsys.readouterr().err == "warning: lake: one agent under two --seed, so not two trainings\n"
