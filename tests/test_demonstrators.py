@@ -76,7 +76,7 @@ def test_one_kind_alone_on_other_tasks(demonstrate):
     ("played", "shown", "best"),  # reward and length of the agent's branch and of the demonstration; the best's node
     [((0.6, 3), (0.5, 2), 1), ((0.6, 3), (0.6, 2), 2), ((0.6, 2), (0.6, 2), 2)],
 )
-def test_the_best_branch_of_a_tree_is_the_demonstrators_or_the_agents(demonstrate, tmp_path, played, shown, best):
+def test_the_best_branch_of_a_tree_is_the_demonstrators_or_the_agents(demonstrate, played, shown, best):
     tree = [node(0, None, nodes=3, env="webshop", task="", messages=[{"role": "user", "content": "go"}])]
     for reward, depth in (played, shown):
         tree.append(node(len(tree), 0, reward, done=True, depth=depth, expert=len(tree) == 2))
@@ -85,7 +85,7 @@ def test_the_best_branch_of_a_tree_is_the_demonstrators_or_the_agents(demonstrat
     assert line["messages"][-1]["content"] == f"Action: {best}"
 
 
-def test_episodes_of_an_agent(demonstrate, tmp_path):
+def test_episodes_of_an_agent(demonstrate):
     shown = demonstrate("--kind mixed")[:3]
     played = [{"task_id": line["task_id"], "steps": [{"action": turn["content"]} for turn in line["messages"][3::2]]}
               for line in reversed(shown)]  # fmt: skip

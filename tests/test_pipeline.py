@@ -115,7 +115,7 @@ def contents(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_plain_needs_neither_the_fast_engine_nor_a_server(tmp_path):
+def test_plain_needs_neither_the_fast_engine_nor_a_server():
     """All stages, where these can't be imported."""
     program = [
         "import sys; sys.modules |= dict.fromkeys(('qlass.fast', 'integrations.served', 'integrations.servers'))"

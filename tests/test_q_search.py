@@ -16,7 +16,8 @@ from qlass.messages import parse_action
 from reporting import show
 
 CHAT, stage = word_chat(), q_search
-GREEDY = Method("greedy", temperature=0.0)
+GREEDY, QLASS = Method("greedy", temperature=0.0), Method("qlass", "q", M=2)
+BEST_OF_3 = Method("best_of_n", N=3, select="q")
 BOTH = {path: "left right" for path in [(), ("left",), ("right",), ("left", "right"), ("right", "right")]}
 
 
@@ -51,14 +52,14 @@ def onward(q):
 @pytest.mark.parametrize(
     ("method", "script", "q", "way", "reward"),
     [
-        (Method("qlass", "q", M=2), BOTH, true_q, "right right right", 1.0),
-        (Method("qlass", "q", M=2), BOTH, onward(-1.0), "left left", 0.0),  # Q decides even where it is wrong
+        (QLASS, BOTH, true_q, "right right right", 1.0),
+        (QLASS, BOTH, onward(-1.0), "left left", 0.0),  # Q decides even where it is wrong
         (Method("qlass", "q", M=3), {(): "right left left"}, onward(0), "right left", 0.4),  # of equals the first draw
         (Method("qlass", "q", M=2, N=2, select="q"), LATE, true_q, "right right right", 1.0),
         (GREEDY, {(): "right", ("right",): "right"}, never, "right right left", 0.0),
         (Method("sample"), Script({}, "jump"), never, "jump jump jump jump jump", 0.0),  # it means nothing
         (Method("best_of_n", N=3, select="oracle"), THREE, never, "right left", 0.4),
-        (Method("best_of_n", N=3, select="q"), THREE, true_q, "right left", 0.4),
+        (BEST_OF_3, THREE, true_q, "right left", 0.4),
     ],
 )
 def test_who_goes_where(method, script, q, way, reward):
@@ -94,7 +95,7 @@ def test_equal_draws_are_one_candidate():
     ],
 )
 def test_candidates_are_drawn_until_m_differ(draws, candidates, drawn):
-    method = distinct(Method("qlass", "q", M=2))
+    method = distinct(QLASS)
     *_, asked = episode(method, {(): f"{draws} left left left left left"}, onward(0))
     first = [r for r in asked if isinstance(r, Sample) and not path_of(r.state)]
     assert sum(r.n for r in first) == drawn and len({r.key for r in first}) == len(first)
@@ -111,8 +112,8 @@ def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone():
     assert len({tuple(step["action"] for step in steps) for steps in first}) == 6  # all the ends of the world are met
 
 
-BLIND = [GREEDY, Method("sample"), Method("random", "chance", M=2), Method("qlass", "q", M=2),
-         Method("qlass", "q", 2, 3, "q"), Method("best_of_n", N=3, select="q")]  # fmt: skip
+BLIND = [GREEDY, Method("sample"), Method("random", "chance", M=2), QLASS,
+         Method("qlass", "q", 2, 3, "q"), BEST_OF_3]  # fmt: skip
 
 
 @pytest.mark.parametrize("method", BLIND)
@@ -134,10 +135,10 @@ COSTS = [
     # left left: the words of the environment; two actions
     (GREEDY, {}, CHAT, {"prompt": 3 + 6 + 8, "generated": 2 * 3, "scored": 0}, 2),
     # right right right: two actions a step; each read and scored once
-    (Method("qlass", "q", M=2), BOTH, CHAT, {"prompt": 26, "generated": 3 * 2 * 3, "scored": 26 + 3 * 2 * 5}, 3),
+    (QLASS, BOTH, CHAT, {"prompt": 26, "generated": 3 * 2 * 3, "scored": 26 + 3 * 2 * 5}, 3),
     # The same, and each observation is read once: no instruction, no OK.
     (
-        Method("qlass", "q", M=2),
+        QLASS,
         BOTH,
         MEMORYLESS,
         {"prompt": 6 + 8 + 9, "generated": 18, "scored": 23 + 3 * 2 * 5},
@@ -145,7 +146,7 @@ COSTS = [
     ),
     # left left, right left, right right left: four states, six actions, each read once whatever trajectories share
     (
-        Method("best_of_n", N=3, select="q"),
+        BEST_OF_3,
         THREE,
         CHAT,
         {"prompt": 3 + 6 + 8 + 8 + 9, "generated": 21, "scored": 64},
@@ -181,7 +182,7 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
         backends = {Sample: lambda asked: list(map(draw, asked)), Score: lambda asked: list(map(true_q, asked))}
         config = SimpleNamespace(in_flight=None, split="test")
         search = SimpleNamespace(config=config, env=FakeEnv(), tasks=tasks, chat=CHAT, backends=backends)
-        show.show(search, [Method("qlass", "q", M=2)])
+        show.show(search, [QLASS])
         return capsys.readouterr().out
 
     text = printed(FakeEnv().task_ids("test"))

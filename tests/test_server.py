@@ -90,6 +90,11 @@ def agent_on(fake, sft, **settings):
     return policy
 
 
+@pytest.fixture
+def policy(fake, sft):
+    return agent_on(fake, sft)
+
+
 def answer(waiting):
     return asyncio.run_coroutine_threadsafe(waiting, servers.event_loop()).result()
 
@@ -101,8 +106,7 @@ def texts(policy, *requests):
 # ------------------------------------------------------------------------------------------------------ what is asked
 
 
-def test_a_candidate_is_one_completion_of_token_ids(fake, sft):
-    policy = agent_on(fake, sft)
+def test_a_candidate_is_one_completion_of_token_ids(fake, sft, policy):
     (drawn,) = policy.sample([request(3)])
     assert len(fake.seen) == len(drawn) == 3
     assert all((c.tokens, math.isnan(c.logprob)) == (3, True) for c in drawn)
@@ -138,8 +142,8 @@ def test_an_action_ends_where_a_stop_text_stands_and_flags_reach_the_server(fake
     assert policy.chat.rendering.temperature == 0.5
 
 
-def test_the_log_probability_of_a_text_is_the_local_agents(fake, sft):
-    local, policy = Policy(fake.model, CHAT), agent_on(fake, sft)
+def test_the_log_probability_of_a_text_is_the_local_agents(fake, policy):
+    local = Policy(fake.model, CHAT)
     asked = [LogProb(FIRST, ("Action: left", "Action: right")), LogProb(FIRST, ("Action: walk",))]
     for mine, theirs in zip(policy.likelihoods(asked), local.likelihoods(asked), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
@@ -161,8 +165,7 @@ FAULTS = [  # no text may come from these
 
 
 @pytest.mark.parametrize(("reply", "says"), FAULTS)
-def test_a_reply_that_is_none_stops_the_run(fake, sft, reply, says):
-    policy = agent_on(fake, sft)
+def test_a_reply_that_is_none_stops_the_run(fake, policy, reply, says):
     fake.script += [reply]
     with refused(f"^{fake.url}: {says}"):
         policy.sample([request()])
@@ -252,10 +255,9 @@ def test_one_deadline_holds_for_one_question_whatever_the_server_does(monkeypatc
     ],
 )
 def test_a_server_that_comes_back_goes_on_and_both_are_told_each_time(
-    fake, sft, monkeypatch, capsys, failures, many, speed, lines
+    fake, policy, monkeypatch, capsys, failures, many, speed, lines
 ):
     use_clock(monkeypatch, speed)
-    policy = agent_on(fake, sft)
     expected = texts(policy, request(many))
     for _ in range(2):
         fake.script += failures
@@ -279,9 +281,9 @@ def test_in_flight_bounds_the_requests(fake, sft, width):
     assert fake.most == width if width else fake.most > 3
 
 
-def test_a_player_waits_for_no_other(fake, sft):
+def test_a_player_waits_for_no_other(fake, policy):
     """One whose answer does not come until all others have ended, each step of whom a local model scores."""
-    policy, others_end = agent_on(fake, sft), threading.Event()
+    others_end = threading.Event()
 
     def slow(body):
         assert others_end.wait(20)
@@ -305,7 +307,7 @@ def test_a_player_waits_for_no_other(fake, sft):
     assert sorted(played) == sorted(texts(policy, *(request(1, (i, t)) for t in range(3))) for i in range(5))
 
 
-def test_ctrl_c_stops_at_once(fake, sft):
+def test_ctrl_c_stops_at_once(fake, policy):
     """Also where a reply never comes and others wait."""
     end = threading.Event()
 
@@ -315,7 +317,6 @@ def test_ctrl_c_stops_at_once(fake, sft):
         return 503
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
-    policy = agent_on(fake, sft)
     fake.script += [503, 503, stall]
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
