@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fakes import node, talk, write
 
 from qlass.files import warn
 from qlass.inputs import hash_of
@@ -16,15 +15,10 @@ from qlass.settings import run_stage
 
 PAGE = Path(__file__).with_name("refusals.md").read_text(encoding="utf-8")
 CASES = dict(re.findall(r"^# (.*)\n((?:[^#`\n].*\n)+)", PAGE, re.M))  # a title, and its commands with what they say
+GIVEN = re.findall(r"^==> (.*) <==\n((?:{.*\n)+)", PAGE, re.M)
 EDIT = 'set -e; edit() { text=$(<"$1"); [[ $text == *"$2"* ]]; text=${text/"$2"/$3}; printf "%s\n" "$text" > "$1"; }; '
 QVAL = "experiments.qval.__main__"
 OUTPUTS = {"model.safetensors", "head.safetensors", "trees.jsonl", "q_labels.jsonl", "results.jsonl"}
-
-STATE = talk("walk", "OK", "you stand at start", "Action: left")
-ROOT = node(0, None, nodes=2, messages=STATE.dump()[:-1], task="", action=None, q=0.5, q_raw=0.5)
-LEAF = node(1, 0, 1.0, done=True, q=0.25, q_raw=0.5)
-RESULT = {"task_id": "a", "env": "lake", "method": "greedy", "seed": 0, "reward": 1, "tokens": {"prompt": 1}}
-LINES = {"expert": [{"messages": STATE.dump()}], "trees": [ROOT, LEAF], "q_labels": [ROOT, LEAF], "results": [RESULT]}
 
 
 @pytest.fixture
@@ -32,8 +26,9 @@ def given(agent, value_net, fake_world):
     """The folder that the page describes."""
     shutil.copytree(agent, "agent")
     shutil.copytree(value_net, "qnet")
-    for name, lines in LINES.items():
-        write(f"{name}.jsonl", lines)
+    for name, lines in GIVEN:
+        Path(name).write_text(lines)
+    shutil.copy("trees.jsonl", "q_labels.jsonl")
 
 
 def files():
