@@ -17,23 +17,23 @@ from qlass.files import meta_of, read_jsonl
 
 def values(tree, target):
     labelled = bellman.label(tree, targets.TARGETS[target](tree, 0.9))
-    return {n["node_id"]: (n["q_raw"], n["q"]) for n in labelled}
+    return [(n["q_raw"], n["q"]) for n in labelled]
 
 
 @pytest.mark.parametrize(("target", "raw"), [
     # Q(2) = 1, Q(3) = .5, Q(1) = .9 max(1, .5), Q(4) = .2, Q(0) = .9 max(.9, .2)
-    ("q", {0: 0.81, 1: 0.9, 2: 1.0, 3: 0.5, 4: 0.2}),
-    ("avg", {0: 1.7 / 3, 1: 0.75, 2: 1.0, 3: 0.5, 4: 0.2}),
-    ("td", {0: 0.9 * (0.675 + 0.2) / 2, 1: 0.9 * (1 + 0.5) / 2, 2: 1.0, 3: 0.5, 4: 0.2}),
+    ("q", [0.81, 0.9, 1.0, 0.5, 0.2]),
+    ("avg", [1.7 / 3, 0.75, 1.0, 0.5, 0.2]),
+    ("td", [0.9 * (0.675 + 0.2) / 2, 0.9 * (1 + 0.5) / 2, 1.0, 0.5, 0.2]),
     # The first branch made node 1, and none the root, which counts in the min-max as the least.
-    ("mc", {0: 0.0, 1: 0.9, 2: 1.0, 3: 0.5, 4: 0.2}),
-    ("reward", {0: 0.2, 1: 1.0, 2: 1.0, 3: 0.5, 4: 0.2}),  # the root, of no branch, does not set the scale
+    ("mc", [0.0, 0.9, 1.0, 0.5, 0.2]),
+    ("reward", [0.2, 1.0, 1.0, 0.5, 0.2]),  # the root, of no branch, does not set the scale
 ])  # fmt: skip
 def test_values_by_hand(target, raw):
     """Of each the greatest is 1."""
-    lowest = min(raw.values())
-    for n, (value, q) in values(tree_by_hand(), target).items():
-        assert (value, q) == pytest.approx((raw[n], (raw[n] - lowest) / (1 - lowest)))
+    lowest = min(raw)
+    for labels, value in zip(values(tree_by_hand(), target), raw, strict=True):
+        assert labels == pytest.approx((value, (value - lowest) / (1 - lowest)))
     # A demonstration (branch 1) that stops early, on whose way the agent was stopped at its limit.
     cut = [
         node(0, None),
@@ -56,7 +56,7 @@ def test_labels_of_imitation_tell_who_the_demonstrator_is():
     tree = tree_by_hand()
     for n in (1, 3):
         tree[n]["expert"] = True
-    assert [q for _, q in values(tree, "imitation").values()] == [0, 1, 0, 1, 0]
+    assert [q for _, q in values(tree, "imitation")] == [0, 1, 0, 1, 0]
 
 
 def test_a_placebo_has_each_familys_own_values_in_an_order_of_the_runs_seed():
