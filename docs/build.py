@@ -25,8 +25,6 @@ docs/report.html is the report of the trained run, by README's command and a sec
     python -m reporting --run runs/trained && cp runs/trained/report.html docs/
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import pydoc

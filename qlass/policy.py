@@ -7,8 +7,6 @@ float32 the same seed gives the same draws whatever the batch size; in bf16 a ba
 rounds in other ways.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

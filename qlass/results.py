@@ -1,7 +1,5 @@
 """Lines of results.jsonl: what a task and a method came to, and what they cost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain

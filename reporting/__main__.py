@@ -11,8 +11,6 @@ on the same tasks. A difference is called "unclear" if its interval contains 0, 
 one seed is never below a sign test's, is .05 or more.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import chain
 from pathlib import Path

@@ -10,8 +10,6 @@ recorded one tells of another task, another version of the environment, or an ac
 stand sft.py's checks of the whole file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import textwrap

@@ -1,7 +1,5 @@
 """The report's figures, in Okabe and Ito's colours: colour-blind readers can distinguish them on light and dark."""
 
-from __future__ import annotations
-
 import io
 import re
 from base64 import b64encode

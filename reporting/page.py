@@ -4,8 +4,6 @@ Text of an environment may hold anything, `</script>` too. So whatever comes fro
 the markup, or travels as JSON without a "<" and is put on the page as text; and the page forbids itself the network.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -9,8 +9,6 @@ A difference is bold if it is decided, and has † if it was not planned (`repor
 name behind it, so that none stands at a wrong place, and a number that changes is changed on all pages.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -10,8 +10,6 @@ Most steps leave nothing to choose, since all samples are the same action. So of
 choice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import textwrap

@@ -6,8 +6,6 @@ it is about this model alone, and tasks are resampled. Of rewards it also reache
 Values are a pandas Series indexed by (task, seed); blocks are {task: block}.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace

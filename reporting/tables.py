@@ -1,7 +1,5 @@
 """The report's tables, of texts, printed as Markdown and put on the page."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@
 Blue is a high q, green a reward, red an end without one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

@@ -11,8 +11,6 @@ Python here, and from a file come the problem (objects, first facts, goal), the 
 All texts, admissible commands and goals agree with TextWorld's (tests/test_alfworld.py).
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

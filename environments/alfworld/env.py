@@ -1,7 +1,5 @@
 """ALFWorld behind `envs.TextEnv`: its rules are engine.py's."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """ALFWorld's game files: one file into an engine.Game, and a folder of them with its splits."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Plans from the complete state of a game: they verify generated games, and are the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import permutations
 

@@ -1,7 +1,5 @@
 """FrozenLake behind `envs.TextEnv`, as text: its rules are Gymnasium's."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

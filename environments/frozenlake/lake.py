@@ -6,8 +6,6 @@ sets, as many starts as on all of a set, `lakes/7/23`; on random maps the seed o
 `random8/17`, each map once.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

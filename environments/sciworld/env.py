@@ -1,7 +1,5 @@
 """ScienceWorld behind `envs.TextEnv`: its rules are the simulator's that simulator.py drives."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 from pathlib import Path

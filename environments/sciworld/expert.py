@@ -4,8 +4,6 @@ thought, candidates    ReAct's reason for an action; the valid actions that are 
 expert_plan            a solution in fewer steps, proved by replay
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools

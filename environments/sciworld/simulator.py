@@ -7,8 +7,6 @@ The simulator can't save its state, but it is deterministic, so a state is (task
 by loading the task and replaying the actions.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import logging

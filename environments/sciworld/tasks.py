@@ -6,8 +6,6 @@ find_task      the Task of an id
 eto_steps      the step limit that ETO grants it
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

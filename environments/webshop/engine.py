@@ -10,8 +10,6 @@ Left out: images, reviews (the original never loads them), `show_attrs`, and the
 <q>, which are plain words here. A reset without a task takes any training goal, not one by its weight.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """WebShop behind `envs.TextEnv`: its rules are engine.py's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

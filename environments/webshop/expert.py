@@ -4,8 +4,6 @@ A player yields (thought, action) while its caller steps the same environment. R
 and the pages shown so far; the oracle alone looks at the goal. A thought is the page's own wording of the action.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple

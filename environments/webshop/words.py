@@ -1,7 +1,5 @@
 """The comparison of words in WebShop's reward: option values by a fuzzy ratio and by colour, titles by their nouns."""
 
-from __future__ import annotations
-
 import re
 import string
 from difflib import SequenceMatcher

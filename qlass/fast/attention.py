@@ -5,8 +5,6 @@ BLOCK of them see are less than half of all. A dense kernel multiplies with all 
 half of a tiny model's training. The last layer's queries are the tokens that carry a loss alone:
 nothing reads its other outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

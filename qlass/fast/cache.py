@@ -20,8 +20,6 @@ A *reading* is what the model gives for a question: for each tail the outputs at
 and at its own tokens, from which a policy has log pi(a | s) and QNet has Q(s, a).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools

@@ -5,8 +5,6 @@ prompt, which gives every conditional probability that decoding among them would
 a prompt is read once, its n candidates share its keys and values, and finished sequences leave the
 batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ the weight w_i = 1/n_i there. A token of value v that several pairs i share adds
 So w and sum_i w_i q_i of each token give the loss and the gradients of the pairs one by one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence

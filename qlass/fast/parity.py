@@ -5,8 +5,6 @@ it. Most do. A model that carries a state from token to token, or that counts co
 be silently wrong: it is refused, and `--plain` reads its sequences one at a time. docs/models.md
 names the kinds that differ."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

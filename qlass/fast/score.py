@@ -1,7 +1,5 @@
 """The scores of `train_qnet.QNet` in batches, each token computed once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

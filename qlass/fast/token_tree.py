@@ -5,8 +5,6 @@ A causal LM computes for each token of a tree what it would in that token's own 
 within 1e-6 in float32), since positions are depths and the mask lets a token see its ancestors
 alone; attention windows count depths too."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """Tries of valid actions: where their token sequences part, and their probabilities from the scores
 there."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
