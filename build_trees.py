@@ -308,8 +308,7 @@ def build(
                 play_newest_leaf(env.fork(), task_id, root)
             return tree_records(explorer.env, task_id, root, explorer.rewards)
 
-        side_by_side = config.in_flight or env.side_by_side
-        groups = drive(map(tree_of, todo), {Sample: agent.sample}, side_by_side)
+        groups = drive(map(tree_of, todo), {Sample: agent.sample}, env.side_by_side)
         trees.write(groups, "trees", len(todo))
     counts = tree_metrics(trees.records)
     trees.finish(tasks, **counts)

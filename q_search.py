@@ -288,8 +288,7 @@ class Search:
                 self.play_task(method, task_id, n * env.replay_every < 5 or n % 50 == 0)
                 for n, (task_id, *_) in enumerate(todo)
             )
-            side_by_side = config.in_flight or env.side_by_side
-            out.write(drive(plays, self.backends, side_by_side), str(method), len(todo))
+            out.write(drive(plays, self.backends, env.side_by_side), str(method), len(todo))
             rewards = [out.groups[key][0]["reward"] for key in keys if key in out.groups]
             mean = sum(rewards) / max(1, len(rewards))
             print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {config.split} tasks")

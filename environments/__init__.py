@@ -128,7 +128,7 @@ def make(name: str, split: str = "train", **options: Any) -> TextEnv:
 
 
 def from_config(config: Run) -> TextEnv:
-    """The environment of --env and --env-option.
+    """The environment of --env and --env-option, which plays --in-flight episodes side by side.
 
     Its `settings` are its part of a recipe, in which a file counts by its content, not by its
     place. A class of your own is checked until the run has an output's metadata.
@@ -136,7 +136,7 @@ def from_config(config: Run) -> TextEnv:
     kind, folder = environment_class(config.env), Path.cwd()
     options = options_of(kind, config.env_option)
     env = make(config.env, **options)
-    width = getattr(config, "in_flight", None) or 1
+    width = getattr(config, "in_flight", None) or env.side_by_side
     ours = config.env in ENVIRONMENTS and env.name != "sciworld"  # whose copies share nothing that changes
     if width > env.side_by_side and not ours:
         raise UserError(f"--in-flight {width}: {env.name} plays {env.side_by_side} side by side")
@@ -144,6 +144,7 @@ def from_config(config: Run) -> TextEnv:
         check.check(env)
     if Path.cwd() != folder:
         raise UserError(f"--env {config.env}: it changes the working directory, in which the run's files are")
+    env.side_by_side = width
     files = contents_of(kind, options)
     places = {*files, "cache"}
     env.settings = {

@@ -244,8 +244,7 @@ def main(argv: list[str] | None = None) -> None:
     siblings = {}
     for judge in judges:
         players = (rank_siblings(tree, dataclasses.replace(judge, M=max(config.M)), search) for tree in trees)
-        side_by_side = config.in_flight or search.env.side_by_side
-        siblings[judge.player] = accuracies([*chain(*drive(players, search.backends, side_by_side))])
+        siblings[judge.player] = accuracies([*chain(*drive(players, search.backends, search.env.side_by_side))])
     print(markdown(table(config, siblings)))
 
 

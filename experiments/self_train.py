@@ -97,7 +97,7 @@ def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, config: Config
             lines = await trajectories(env.fork(), task, method, agent.chat)
             return [{"task_id": task, "trajectories": lines}]
 
-        played = drive(map(group_of, todo), models, config.in_flight or env.side_by_side)
+        played = drive(map(group_of, todo), models, env.side_by_side)
         out.write(played, str(method), len(todo))
     out.finish(tasks)
     lines = []

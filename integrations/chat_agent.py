@@ -96,7 +96,8 @@ class ChatModel(Remote):
             self.body = {**json.loads(config.body)}
         self.alone = "n" in self.body or None  # an answer to a request; None: not yet known
         self.config, self.env = config, env.fork()
-        env.side_by_side = min(EPISODES, env.side_by_side)
+        if not config.in_flight:
+            env.side_by_side = min(EPISODES, env.side_by_side)
         self.rendering = Rendering.load(Path(os.devnull), config)  # no checkpoint's
         self.rendering.temperature = self.body.get("temperature", self.rendering.temperature)
         self.sample = self.chat = self  # its rendering is all that stages ask of an agent's Chat

@@ -49,7 +49,7 @@ def played(search: q_search.Search, method: Method, tasks: Sequence[str]) -> dic
         fork.close()
         return {"task_id": task_id} | outcome
 
-    lines = drive(map(outcome_of, tasks), search.backends, search.config.in_flight or search.env.side_by_side)
+    lines = drive(map(outcome_of, tasks), search.backends, search.env.side_by_side)
     return {line["task_id"]: line for line in tqdm(lines, f"{method}", len(tasks), leave=False)}
 
 

@@ -40,6 +40,7 @@ def fake_world(monkeypatch):
 
     def from_config(config):
         env = FakeEnv()
+        env.side_by_side = getattr(config, "in_flight", None) or env.side_by_side
         env.settings = {"env": config.env, "env_option": [], "env_files": {}, "env_version": env.version}
         return env
 

@@ -436,7 +436,7 @@ def built(*options, kind="Maze"):
 
 @pytest.mark.parametrize("name", ["webshop", "alfworld", "frozenlake"])
 def test_text_engines_play_any_number_of_episodes_side_by_side(name):
-    assert envs.from_config(Sampling(env=name, in_flight=512)).name == name
+    assert envs.from_config(Sampling(env=name, in_flight=512)).side_by_side == 512
 
 
 @pytest.mark.parametrize("name", [pytest.param("sciworld", marks=installed), "test_environments:Bare"])

@@ -180,7 +180,7 @@ def test_show_looks_for_an_episode_with_choices_and_tells_greedys_way(capsys):
 
     def printed(tasks):
         backends = {Sample: lambda asked: list(map(draw, asked)), Score: lambda asked: list(map(true_q, asked))}
-        config = SimpleNamespace(in_flight=None, split="test")
+        config = SimpleNamespace(split="test")
         search = SimpleNamespace(config=config, env=FakeEnv(), tasks=tasks, chat=CHAT, backends=backends)
         show.show(search, [QLASS])
         return capsys.readouterr().out

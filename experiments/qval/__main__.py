@@ -77,7 +77,7 @@ class Study:
         if config.overwrite or not path.exists():
             walks = itertools.product(range(config.trajectories), self.env.task_ids(config.split))
             players = (trajectory(self.env.fork(), task, n, config.seed, self.rendering) for n, task in walks)
-            points = distinct(drive_in_order(players, self.backends, self.config.in_flight or self.env.side_by_side))
+            points = distinct(drive_in_order(players, self.backends, self.env.side_by_side))
             outputs.publish(path, map(vars, itertools.islice(points, config.points)), meta)
         return [Point(**record) for record in files.read_jsonl(path)]
 
@@ -93,10 +93,10 @@ class Study:
         inputs = {"points": self.folder / "points.jsonl"} | inputs
         path, settings = self.folder / f"{name}.jsonl", self.settings(*flags)
         out = outputs.Output(path, self.config, settings, inputs, itemgetter("task_id", "hash"))
-        point_of = {(point.task_id, point.hash): point for point in points}
+        point_of = {point.key: point for point in points}
         todo = out.todo([*point_of])
         players = (line(point_of[key]) for key in todo)
-        out.write(drive(players, self.backends, self.config.in_flight or self.env.side_by_side), name, len(todo))
+        out.write(drive(players, self.backends, self.env.side_by_side), name, len(todo))
         out.finish([*point_of])
         return [out.groups[key][0] for key in point_of]
 
