@@ -35,9 +35,13 @@ def read_json(path: Path, kind: Any = dict) -> Any:
         return TypeAdapter(kind).validate_python(json.loads(path.read_text(encoding="utf-8")))
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_text(path: Path, text: str) -> None:
     with atomic(path) as draft:
-        draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_jsonl(path: Path) -> list[Any]:

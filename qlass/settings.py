@@ -22,7 +22,7 @@ from tqdm import tqdm
 from tyro.conf import arg as arg  # stages import no package before ours
 
 from qlass import UserError
-from qlass.files import atomic
+from qlass.files import write_text
 from qlass.records import as_user_error, out_of_memory
 
 PRESETS = Path(__file__).with_name("presets")  # KIND/ENV.toml
@@ -249,8 +249,7 @@ def write_settings(config: Run) -> None:
     for name in ("env", "env_option", "seed", *own):
         line = f"{name} = {json.dumps(getattr(config, name), ensure_ascii=False)}"
         text = re.sub(f"^{name} = .*", line.replace("\\", r"\\"), text, count=1, flags=re.M)
-    with atomic(config.file) as draft:
-        draft.write_text(text, encoding="utf-8")
+    write_text(config.file, text)
     origin = preset.relative_to(PRESETS.parents[1])
     print(f"{config.file}: the settings of this run, those of {origin}", flush=True)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from qlass import UserError
-from qlass.files import atomic
+from qlass.files import write_text
 from qlass.inputs import changes
 from qlass.settings import parse, run_stage
 
@@ -55,11 +55,9 @@ def main(argv: list[str] | None = None) -> None:
 
     text = tables.text(groups, remarks)
     print(text, flush=True)  # before anything is written: the folder may be read-only
-    with atomic(out.with_suffix(".md")) as draft:
-        draft.write_text(text, encoding="utf-8")
-    with atomic(out) as draft:
-        sections = page.sections(groups, runs, inputs, remarks)
-        draft.write_text(page.render(sections, page.tree_data(trees), inputs), encoding="utf-8")
+    write_text(out.with_suffix(".md"), text)
+    sections = page.sections(groups, runs, inputs, remarks)
+    write_text(out, page.render(sections, page.tree_data(trees), inputs))
     print("\n".join([f"{out} and {out.with_suffix('.md')}", *verdicts]))
 
 
