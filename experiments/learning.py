@@ -27,13 +27,13 @@ from qlass import UserError, files, models, outputs
 from qlass.agent import set_first_messages
 from qlass.batching import Sample
 from qlass.chat import Chat
-from qlass.device import divided_like
 from qlass.fast.decode import FastPolicy
 from qlass.files import Inputs, atomic, lock, meta_of, meta_path, write_json, write_jsonl
 from qlass.noise import uniforms
 from qlass.policy import Policy
 from qlass.records import as_user_error
 from qlass.settings import ActionLength, Number, place, workload
+from qlass.training import restore
 
 WARMUP = 4  # updates
 PATIENCE = 8  # batches that spend nothing: all trees were read, or no two trajectories differ
@@ -99,31 +99,25 @@ class Learner:
             models.save(self.model, self.chat, folder, dataclasses.replace(config, precision="float32"))
 
     @property
-    def weights(self) -> list[torch.nn.Parameter]:
-        """All that learns, in a fixed order."""
-        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+    def weights(self) -> dict[str, torch.nn.Parameter]:
+        """All that learns, by its number in a fixed order."""
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        return {str(i): weight for i, weight in enumerate(weights)}
 
     def suspend(self, path: Path, lines: list[dict]) -> None:
         """Write weights and moments by their numbers, and the lines so far."""
         state = {}
-        for i, weight in enumerate(self.weights):
+        for number, weight in self.weights.items():
             for kind, tensor in {"": weight, **self.optimizer.state[weight]}.items():
-                state[f"{i} {kind}"] = tensor.detach()
+                state[f"{number} {kind}"] = tensor.detach()
         with atomic(path) as draft:
             save_file(state, draft, {"lines": json.dumps(lines)})
 
-    @torch.no_grad()
     def resume(self, path: Path) -> list[dict]:
         """Read what `suspend` wrote. Returns the lines."""
         with as_user_error(f"{path} can't be read: --overwrite starts again"):
-            state, weights = safe_open(path, "pt"), self.weights
-            for i, weight in enumerate(weights):
-                weight.copy_(state.get_tensor(f"{i} "))
-            for key in state.offset_keys():
-                number, _, kind = key.partition(" ")
-                if kind:
-                    weight = weights[int(number)]
-                    self.optimizer.state[weight][kind] = divided_like(weight, state.get_tensor(key))
+            state = safe_open(path, "pt")
+            restore(state, self.weights, self.optimizer)
             return json.loads(state.metadata()["lines"])
 
 

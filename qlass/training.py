@@ -90,6 +90,18 @@ def cosine(step: int, steps: int) -> float:
 # --------------------------------------------------------------------------------- the checkpoint
 
 
+@torch.no_grad()
+def restore(state: Any, weights: dict[str, nn.Parameter], optimizer: Any) -> None:
+    """Read weights from an open state, which has them by their names, and their moments."""
+    for name, weight in weights.items():
+        weight.copy_(divided_like(weight, state.get_tensor(f"{name} ")))
+    for key in state.offset_keys():
+        name, _, kind = key.partition(" ")
+        if kind:
+            weight = weights[name]
+            optimizer.state[weight][kind] = divided_like(weight, state.get_tensor(key))
+
+
 class Training:
     """The making of a checkpoint: its metadata, its log NAME.log.jsonl, and in NAME.parts/ the last
     state and the weights of the best epoch.
@@ -255,20 +267,12 @@ class Training:
         self.again = False
         wait()
 
-    @torch.no_grad()
     def load_state(self, name: str) -> list[dict]:
         """Take model, optimizer and random numbers from a state. Returns its log."""
-        path, weights = self.parts / f"{name}.safetensors", self.trainable
+        path = self.parts / f"{name}.safetensors"
         with as_user_error(f"{path} can't be read; delete {self.parts} to begin again"):
             state = safe_open(path, "pt")
-            for weight_name, weight in weights.items():
-                weight.copy_(divided_like(weight, state.get_tensor(f"{weight_name} ")))
-            for key in state.offset_keys():
-                weight_name, _, kind = key.partition(" ")
-                if kind:
-                    weight = weights[weight_name]
-                    moment = divided_like(weight, state.get_tensor(key))
-                    self.optimizer.state[weight][kind] = moment
+            restore(state, self.trainable, self.optimizer)
             RANDOM.set_rng_state(state.get_tensor("random"))
             return json.loads(state.metadata()["log"])
 
