@@ -2,7 +2,6 @@
 
 import io
 import re
-from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -64,11 +63,6 @@ def save(figure: Figure, path: Path) -> None:
     """Write a picture whose format is that of the path's suffix."""
     with atomic(path) as draft, as_user_error(path):
         draft.write_bytes(content(figure, path.suffix[1:]))
-
-
-def data_uri(figure: Figure) -> str:
-    """The figure as the `src` of an image, so that a page needs no other file."""
-    return f"data:image/svg+xml;base64,{b64encode(content(figure, 'svg')).decode()}"
 
 
 def curve(axes: Axes, x: Sequence, estimates: Sequence[Estimate], **look: Any) -> None:

@@ -7,6 +7,7 @@ the markup, or travels as JSON without a "<" and is put on the page as text; and
 import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -81,7 +82,8 @@ def section(title: str, body: str) -> str:
 def image(picture: Figure | None, caption: str) -> str:
     if picture is None:
         return ""
-    shown = f'<img src="{figures.data_uri(picture)}" alt="{escape(caption)}">'
+    content = b64encode(figures.content(picture, "svg")).decode()  # within the page, which needs no other file
+    shown = f'<img src="data:image/svg+xml;base64,{content}" alt="{escape(caption)}">'
     return f"<figure>{shown}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
@@ -110,11 +112,11 @@ def thought_and_action(node: dict) -> dict:
     return node | {"thought": thought.strip(), "action": action}
 
 
-def tree_data(path: Path | None, limit: int = 60) -> str:
-    """The trees for the page's viewer as JSON, {"total", "trees"}: at most `limit`, evenly spread over the file."""
+def tree_data(path: Path | None) -> str:
+    """The trees for the page's viewer as JSON, {"total", "trees"}: at most 60, evenly spread over the file."""
     if path is None:
         return "null"
     trees = list(read_trees(path, TreeLine))
-    sample = trees[:: max(1, math.ceil(len(trees) / limit))]
+    sample = trees[:: max(1, math.ceil(len(trees) / 60))]
     data = {"total": len(trees), "trees": [list(map(thought_and_action, tree)) for tree in sample]}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
