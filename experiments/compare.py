@@ -207,13 +207,11 @@ def everything(env: envs.TextEnv, config: Config) -> list[Method]:
 
 def settings_of(argv: list[str] | None) -> Config:
     config = read_settings(Config, __doc__, argv)
-    if not config.M:
-        config = dataclasses.replace(config, M=(2, 4, 6) if "all" in config.method else (2,))
-    if config.paraphrase_server:
-        config = dataclasses.replace(config, label=config.label or "paraphrased")
-    if config.distinct:
-        config = dataclasses.replace(config, label=config.label or "distinct")
-    return config
+    M = config.M or ((2, 4, 6) if "all" in config.method else (2,))
+    label = config.label
+    if not label and (config.paraphrase_server or config.distinct):
+        label = "paraphrased" if config.paraphrase_server else "distinct"
+    return dataclasses.replace(config, M=M, label=label)
 
 
 def main(argv: list[str] | None = None) -> None:
