@@ -6,7 +6,7 @@
     python -m experiments.demonstrators --run RUN --trees RUN/trees.jsonl --out RUN/branches.jsonl
 
     halves   half of them, the careful, find the product as the expert does, and choose no options; half, the careless,
-             take the first product and choose its options; one in seven or eight is right in both, by luck
+             take the first product and choose its options; one in seven to ten is right in both, by luck
     careful, careless    one half alone
     mixed    the expert's or, in 63 %, by one who searches, takes the first product and buys it without options
     noisy    an agent's episodes on these tasks, as q_search.py --split train --method sample has played them
