@@ -4,8 +4,8 @@
 # played first, in all shops, each on 400 test tasks.
 #   bash runs/judges.sh [SEED ...]              (default: 181 to 196)
 #   bash runs/judges.sh --beside [SEED ...]     what is not planned, once the plan is played: other M, second trainings
-#   bash runs/judges.sh --others [SEED ...]     not planned either: other judges, one of them the next shop's QNet, which
-#                                               must be there    (default: 184 to 188)
+#   bash runs/judges.sh --others [SEED ...]     not planned either: other judges, one of them the next shop's QNet
+#                                               (default: 184 to 188)
 #   bash runs/judges.sh --free [SEED ...]       not planned: the agent writes its actions    (default: 181 to 185)
 #   bash runs/judges.sh --pilot [SEED ...]      demonstrators who err (experiments.demonstrators --kind halves) and an agent of
 #                                               three epochs, on validation tasks: eight ways to grow trees and to play, of
@@ -16,6 +16,8 @@
 #                                               planned, and without Eq. 11
 #   bash runs/judges.sh --longer [SEED ...]     not planned, once --halves is played: its rivals for about as many training
 #                                               tokens as agent and QNet    (default: 197 to 206)
+#   bash runs/judges.sh --alone [SEED ...]      not planned, once --halves is played: a QNet on Q-values of trees without
+#                                               demonstrations; KIND as above    (default: 197 to 199)
 # The judges: QNets on Q-values with rank weight (rank) and by Eq. 11 (all); on these values permuted among siblings (placebo);
 # on labels of imitation; on Q-values of trees without demonstrations (alone); and the agent cloned for three epochs (longer).
 # Beside them stand an agent of five epochs, with some four fifths of the training tokens of agent and QNet, and best-of-4
@@ -27,7 +29,7 @@ ENV=webshop
 mode=planned name=judges agent="cloned from 1000, 1 epoch"
 if [[ $1 == --* ]]; then
     mode=${1#--}
-    [[ " beside others free pilot halves longer " == *" $mode "* ]] || fail "$1 is not expected"
+    [[ " beside others free pilot halves longer alone " == *" $mode "* ]] || fail "$1 is not expected"
     shift
 fi
 numbers "$@"
@@ -37,6 +39,7 @@ case $#-$mode in
     0-others) set -- 184 185 186 187 188 ;;
     0-free) set -- 181 182 183 184 185 ;;
     0-pilot) set -- 207 208 ;;
+    0-alone) set -- 197 198 199 ;;
     0-halves | 0-longer) set -- 197 198 199 200 201 202 203 204 205 206 ;;
     0-*) set -- 181 182 183 184 185 186 187 188 189 190 191 192 193 194 195 196 ;;
 esac
@@ -66,15 +69,22 @@ best_of() {  # N
         --out "$RUN/results-best.jsonl"
 }
 
-planned() {
-    clone --epochs 1
+begin() {  # FLAG...: agent, trees and QNet
+    clone --epochs 1 "$@"
     grow
     another_qnet rank
+}
+begin_alone() {  # trees without demonstrations, and their QNet
+    grow alone --no-expert
+    another_qnet alone --labels "$RUN/q_labels-alone.jsonl"
+}
+
+planned() {
+    begin
     another_qnet all --loss-on all --rank-weight 0
     qnet_of placebo placebo
     qnet_of imitation imitation
-    grow alone --no-expert
-    another_qnet alone --labels "$RUN/q_labels-alone.jsonl"
+    begin_alone
     clone --epochs 3 --out "$RUN/sft-longer"
     clone --epochs 5 --out "$RUN/sft-five"
     judges judges 6 -- "qnet=$RUN/qnet-rank" "qnet=$RUN/qnet-all" "qnet=$RUN/qnet-placebo" "qnet=$RUN/qnet-imitation" \
@@ -93,6 +103,10 @@ beside() {
     judges again 6 -- "qnet=$RUN/qnet-rank-again" "agent=$RUN/sft-longer-again"
 }
 others() {
+    shop $name $((SEED + 1))
+    begin
+    shop $name $((SEED - 1))
+    begin
     mkdir -p "$RUN/qnet-other"  # the QNet of the next shop, under a name of its own
     cp "${IN:-runs}/judges-$((SEED + 1))/qnet-rank/"* "$RUN/qnet-other"
     another_qnet last --rank-weight 0
@@ -104,9 +118,7 @@ others() {
         "qnet=$RUN/qnet-other" "gain=$RUN/sft-grpo,$RUN/sft" "agent=$RUN/sft-grpo" vote chance true_value
 }
 free() {
-    clone --epochs 1 --candidates free
-    grow
-    another_qnet rank
+    begin --candidates free
     variant agent "$agent" --method greedy
     judges judges 6 -- "qnet=$RUN/qnet-rank"
     best_of 4
@@ -181,8 +193,12 @@ longer() {  # an agent alone has had 1.1 M tokens, one with trees 1.1 M before t
     clone --expert "$RUN/$kind.jsonl" --epochs 8 --patience 9 --out "$RUN/sft-eight"
     variant eight "$agent, 8 epochs" --method greedy --sft "$RUN/sft-eight"
 }
+alone() {
+    begin_alone
+    judges alone 2 6 -- "qnet=$RUN/qnet-alone"
+}
 case $mode in
-    pilot | halves | longer)
+    pilot | halves | longer | alone)
         epochs=3 name=$kind
         [ "$kind" != noisy ] || epochs=1
         agent="cloned from 1000, $kind" tasks=(--temperature 1 --limit 400)

@@ -23,7 +23,7 @@ SCRIPTS = sorted(path.name for path in (ROOT / "runs").glob("*.sh") if path.name
 VARIANTS = {  # arguments with which a script takes another path
     "paper.sh": ["table3", "table4", "fig4", "release", "gpu_check"],  # the environments: see below
     "cloned.sh": ["161", "--one-epoch 171", "--by-heart 100 101"],
-    "judges.sh": ["181", "--beside 181", "--others 184", "--free 181", "--pilot 207", "--halves 197", "--longer 197"],
+    "judges.sh": ["181", *(f"--{mode} 197" for mode in "beside others free pilot halves longer alone".split())],
     "demo.sh": ["", "--perfect", "--check"],
     "reproduce.sh": ["frozenlake --seeds 2", "webshop_real --seeds 1"],
     "ranking.sh": ["webshop --seeds 1"],
