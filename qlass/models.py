@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from qlass import UserError
-from qlass.chat import Chat, Rendering
+from qlass.chat import Chat, Rendering, marks_of
 from qlass.device import PRECISIONS, device_and_precision, divide_blocks, in_turn, whole
 from qlass.files import atomic, read_json
 from qlass.inputs import files_of
@@ -135,6 +135,8 @@ def load_chat(path: Path, config: Model) -> Chat:
         chat = Chat(tokenizer, Rendering.load(path, config), context, ends)
         with as_user_error("its tokenizer", errors=ValueError):  # a control token of plain text
             tokens = chat.action_tokens(PROBE, "")
+            controls = {*marks_of(tokenizer), *tokenizer.all_special_tokens} - {tokenizer.unk_token}
+            chat.action_tokens(" ".join(sorted(controls)), "")
         if chat.text([*tokens, chat.stop_id]) != PROBE:
             raise UserError("its tokenizer changes an action")
         return chat

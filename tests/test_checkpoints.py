@@ -146,12 +146,13 @@ def test_a_checkpoint_gives_its_logits_alone_and_keeps_its_weights(tmp_path, nam
     close(models.load_model(tmp_path / "again", config)[0](IDS).logits, before)
 
 
-def test_padding_by_a_plain_word_is_refused(tmp_path):
+@pytest.mark.parametrize("word", ["!", "Z"])
+def test_padding_by_a_plain_word_is_refused(word, tmp_path):
     tokenizer = chat_tokenizer("chatml")
-    tokenizer.pad_token = "!"
+    tokenizer.pad_token = word
     chat = Chat(tokenizer, Rendering())
     save(tiny_lm(chat), tmp_path, chat)
-    with refused("its tokenizer: Can't sanitize '!'"):
+    with refused(f"its tokenizer: Can't sanitize '{word}'"):
         models.load_chat(tmp_path, Sampling())
 
 
