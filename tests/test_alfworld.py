@@ -258,6 +258,8 @@ def test_a_broken_game_is_skipped_as_by_the_original_and_not_called_unsolvable(m
     write(tmp_path, good=good, bad=change(good), cut=good[:900])
     env = envs.make("alfworld", data=tmp_path)
     assert env.task_ids("all") == ["train/a/good"]
+    with refused("holds no playable games for the split 'valid_seen'"):
+        env.task_ids("valid_seen")
     assert caplog.messages[0].startswith("skipped 2 of 3 games") and words in caplog.messages[0]
     with refused(words):
         env.reset(options={"task_id": "train/a/bad"})

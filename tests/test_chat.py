@@ -173,6 +173,9 @@ def test_prompts_beyond_the_context():
     chat.context = 15
     with refused(r"a prompt has \d+ tokens even without old turns, of 9 at most"):
         chat.prompt(state)
+    with refused(r"an action of 5 tokens is beyond the model's context"):
+        chat.action_tokens("Thought: hm Action: left", "", prompt_length=11)
+    assert len(chat.action_tokens("Thought: hm Action: left", "", prompt_length=10)) == 5
 
 
 def test_the_messages_that_are_kept_have_a_bound():

@@ -66,6 +66,15 @@ def test_each_method_takes_the_action_that_its_scores_say(fake, value_net):
     assert [message["role"] for message in greedy[0]["messages"]] == ["user", "assistant", "user"]
 
 
+def test_answers_that_are_always_alike_are_told(fake, value_net, capsys):
+    fake.text = "Action: nowhere"  # for five steps
+    played(fake, f"--method qlass --qnet {value_net} -M 3 --limit 4")
+    assert (
+        "all answers to a prompt were alike, 20 times: does the server draw by --temperature?"
+        in capsys.readouterr().err
+    )
+
+
 def test_tokens_of_both_models_are_counted(fake, value_net):
     fake.text = "Action: right"
     line = played(fake, f"--method qlass --qnet {value_net} -M 3")[0]

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from fakes import FakeEnv, Script, actions_of, run, talk, word_chat
+from fakes import FakeEnv, Script, actions_of, refused, run, talk, word_chat
 
 from experiments import compare as stage
 from experiments import paraphrase
@@ -64,8 +64,11 @@ def test_all_is_the_comparison_of_all_methods(monkeypatch):
     assert {"best_of_n N=3 select=q", "qlass M=2 N=3 select=q"} <= {*map(str, plan("-M 2 -N 3"))}
     monkeypatch.setattr(FakeEnv, "omniscient", True)  # its expert knows more than the pages
     assert plan("--method expert oracle") == [Player("oracle")]
-    monkeypatch.delattr(FakeEnv, "expert")  # as a class of one's own may
+    for name in ("expert", "rules"):  # as a class of one's own may
+        monkeypatch.delattr(FakeEnv, name)
     assert not {"oracle", "expert"} & {str(method) for method in plan("-M 2")}
+    with refused("^--method rule: fake has no rules that play it$"):
+        plan("--method rule")
 
 
 def test_every_method_leaves_a_line_for_each_task(search, capsys):

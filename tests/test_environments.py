@@ -501,3 +501,28 @@ def test_a_split_without_a_task_is_refused():
     env.split_ids = lambda split: []
     with refused(r"^frozenlake: the split 'train' has no task$"):
         env.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("webshop", "99999"),
+        ("webshop", "-1"),
+        ("alfworld", "valid_seen/none"),
+        ("frozenlake", "9x9/00"),
+        (FLAG, "none"),
+    ],
+)
+def test_an_unknown_task_is_refused(name, task):
+    with refused(rf"^\w+: unknown task '{task}': "):
+        envs.make(name).reset(options={"task_id": task})
+
+
+def test_what_an_environment_lacks_is_refused():
+    with refused("^frozenlake: reset has no option start: it has task_id$"):
+        envs.make("frozenlake").reset(options={"start": 1})
+    with refused("^bare: has no oracle for the value of a state$"):
+        built(kind="Bare")
+        Bare().optimal_value()
+    with refused(f"^--env {FLAG[:-2]}: no such class .there is Switches.$"):
+        environment_class(FLAG[:-2])

@@ -1,5 +1,6 @@
 """The learners as scripts: they learn a written world, keep the best checkpoint, and go on where they were stopped."""
 
+import math
 import shutil
 from pathlib import Path
 from unittest.mock import patch
@@ -10,7 +11,7 @@ from fakes import FakeEnv, over, refused, save_agent, settings_of, talk, tiny_lm
 from safetensors.torch import load_file, save_file
 
 from experiments import eto, ppo, tree_grpo
-from experiments.learning import Learner, trainable
+from experiments.learning import Learner, batch_of, trainable
 from qlass import demonstrations
 from qlass.agent import load_policy
 from qlass.fast.decode import FastPolicy
@@ -149,6 +150,22 @@ def test_a_stop_between_state_and_log_costs_no_line(train):
     lines = train(tree_grpo, "run", 50)
     write_jsonl(Path("run/sft-x.updates.jsonl"), lines[:1])
     assert train(tree_grpo, "run", 50) == lines
+
+
+def test_what_cannot_be_learned_from_is_refused(train, monkeypatch):
+    with refused("^no tasks to learn from$"):
+        batch_of([], 0, 0, 4)
+    monkeypatch.setattr(FakeEnv, "split_ids", lambda env, split: ["train0"] * (split == "train"))
+    with refused("no validation tasks here, by which the best checkpoint is chosen"):
+        train(tree_grpo, "run", 50)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_training():
+    learner = Learner(tiny_lm(word_chat()), None, word_chat(), 0.5)
+    for weight in learner.model.parameters():
+        weight.grad = torch.full_like(weight, math.inf)
+    with refused("^update 3: the gradient is not finite, so .*: --overwrite and a lower rate than 0.5 start again$"):
+        learner.step(3)
 
 
 def test_an_agent_learns_without_dropout():

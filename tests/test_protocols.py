@@ -77,6 +77,11 @@ def test_a_file_that_has_changed_is_refused(change, says):
         envs.make("webshop", split_file="mine.json")
 
 
+def test_a_folder_without_a_split_is_refused(tmp_path):
+    with refused("no NAME_indices.json in this folder"):
+        envs.make("webshop", split_file=tmp_path)
+
+
 def test_games_that_are_not_in_the_data_are_refused(made):
     env = envs.make("alfworld", data=made, split_file=FILES / "alfworld-unseen.json")
     with refused(r"alfworld-unseen\.json: .* has no game valid_unseen/.*: take the games it is"):

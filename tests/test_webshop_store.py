@@ -72,6 +72,29 @@ def test_a_product_without_a_text_is_refused(crowd, field):
         store.open_store(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "options", "says"),
+    [
+        ("items_shuffle", None, {}, "found none of .*items_shuffle.json"),
+        ("items_ins_v2", "[1", {}, "items_ins_v2.json: can't be read"),
+        (
+            "items_human_ins",
+            "{}",
+            {"human_goals": True},
+            "no goals; the catalogue has no instructions of the kind asked for",
+        ),
+        ("items_human_ins", '{"%s": [1]}', {"human_goals": True}, "an instruction is not in WebShop's schema"),
+    ],
+)
+def test_files_without_what_they_are_to_hold_are_refused(crowd, name, text, options, says):
+    folder = shutil.copytree(crowd, Path("data"))
+    asin = json.loads((folder / "items_shuffle.json").read_text())[0]["asin"]
+    file = folder / f"{name}.json"
+    file.unlink() if text is None else file.write_text(text.replace("%s", asin))
+    with refused(says):
+        envs.make("webshop", data=folder, **options)
+
+
 def test_a_store_is_made_once_for_its_sources(crowd, monkeypatch):
     folder, builds, build = shutil.copytree(crowd, Path("data")), [], store.build
     monkeypatch.setattr(store, "SMALL", 0)
