@@ -6,7 +6,9 @@
 #   bash runs/judges.sh --beside [SEED ...]     what is not planned, once the plan is played: other M, second trainings
 #   bash runs/judges.sh --others [SEED ...]     not planned either: other judges, one of them the next shop's QNet
 #                                               (default: 184 to 188)
-#   bash runs/judges.sh --free [SEED ...]       not planned: the agent writes its actions    (default: 181 to 185)
+#   bash runs/judges.sh --free [SEED ...]       not planned: an agent of twelve epochs, which writes its actions (on 100
+#                                               validation tasks of shop 207 it earns .27, of six epochs .15, of three
+#                                               .00)    (default: 181 to 185)
 #   bash runs/judges.sh --pilot [SEED ...]      demonstrators who err (experiments.demonstrators --kind halves) and an agent of
 #                                               three epochs, on validation tasks: eight ways to grow trees and to play, of
 #                                               which the best is that of --halves    (default: 207 208)
@@ -33,7 +35,7 @@ if [[ $1 == --* ]]; then
     shift
 fi
 numbers "$@"
-[ $mode != free ] || name=judges-free agent="cloned from 1000, 1 epoch, free text"
+[ $mode != free ] || name=judges-free agent="cloned from 1000, 12 epochs, free text"
 kind=${KIND:-halves}
 case $#-$mode in
     0-others) set -- 184 185 186 187 188 ;;
@@ -118,7 +120,7 @@ others() {
         "qnet=$RUN/qnet-other" "gain=$RUN/sft-grpo,$RUN/sft" "agent=$RUN/sft-grpo" vote chance true_value
 }
 free() {
-    begin --candidates free
+    begin --epochs 12 --candidates free
     variant agent "$agent" --method greedy
     judges judges 6 -- "qnet=$RUN/qnet-rank"
     best_of 4
