@@ -7,7 +7,7 @@ import envs
 from environments.webshop.expert import named_options, offers
 from experiments import demonstrators
 from qlass.demonstrations import read
-from qlass.files import read_jsonl
+from qlass.files import meta_of, read_jsonl
 from qlass.messages import parse_action, start, step
 
 
@@ -57,10 +57,11 @@ def test_the_careless_of_the_mixed_choose_nothing(demonstrate):
     assert {line["reward"] for line, errs in zip(lines, careless, strict=True) if not errs} == {1.0}  # the expert's
 
 
-def test_the_best_paid_alone(demonstrate):
+def test_the_best_paid_alone(demonstrate, tmp_path):
     lines, best = demonstrate(), demonstrate("--best 10")
     rewards = sorted((line["reward"] for line in lines), reverse=True)
     assert [line["reward"] for line in best] == rewards[:10] and all(line in lines for line in best)
+    assert meta_of(tmp_path / "shown.jsonl")["mean_reward"] == pytest.approx(sum(rewards[:10]) / 10)
 
 
 def test_one_kind_alone_on_other_tasks(demonstrate):
