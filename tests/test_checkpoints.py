@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -215,6 +216,12 @@ def test_only_what_is_loaded_is_downloaded(copy, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **asked: patterns.update(asked) or copy)
     assert checkpoint("org/model") == copy
     assert [*filter_repo_objects([*loaded, *others], **patterns)] == loaded
+
+
+def test_a_name_that_is_nowhere_is_refused(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("away")))
+    with refused("^org/model: no such folder, and not on the hub: away$"):
+        checkpoint("org/model")
 
 
 # ------------------------------------------------------------------------------------------------- LoRA, and few bits

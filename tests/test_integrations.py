@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pydantic
 import pytest
@@ -316,6 +317,16 @@ def test_tasks_of_openenv_may_be_numbers_and_fields_have_other_names(serve, tmp_
         env.split_ids("dev")
     with refused("openenv has no expert: --expert FILE, or --no-expert"):
         env.expert("1")
+
+
+def test_a_server_of_openenv_that_is_away_or_has_no_tasks_is_refused(serve, monkeypatch):
+    serve(Switches())
+    env = envs.make("openenv:http://there", tasks="task_id")
+    with refused("^http://there: its Task API, split test: "):
+        env.split_ids("test")
+    monkeypatch.setattr("openenv.GenericEnvClient", Mock(side_effect=OSError("away")))
+    with refused("^http://there: away$"):
+        envs.make("openenv:http://there")
 
 
 class Restless(Switches):
