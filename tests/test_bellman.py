@@ -102,16 +102,16 @@ def test_all_targets_equal_brute_force(tree, gamma):
 
 
 def test_the_command_keeps_every_line_and_adds_q(capsys):
-    flat = [n | {"task_id": "u", "reward": 0.0} for n in tree_by_hand()]
+    flat = [n | {"task_id": task, "reward": 0.0} for task in "uv" for n in tree_by_hand()]
     write("trees.jsonl", tree_by_hand() + flat)
     bellman.main(["--run", ".", "--trees", "trees.jsonl", "--gamma", "0.5"])
     labels = Path("q_labels.jsonl")
     written = read_jsonl(labels)
-    assert [n.pop("q_raw") for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, *[0.0] * 5])
+    assert [n.pop("q_raw") for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, *[0.0] * 10])
     assert not any([n.pop("q") for n in written][5:])  # a flat tree tells nothing apart
     assert written == tree_by_hand() + flat
-    assert meta_of(labels)["trees"] == 2
-    assert "1 of them with all values equal" in capsys.readouterr().out
+    assert meta_of(labels)["trees"] == 3
+    assert "3 trees, 2 of them with all values equal" in capsys.readouterr().out
 
 
 def test_it_starts_without_torch():
