@@ -114,6 +114,17 @@ def test_the_command_keeps_every_line_and_adds_q(capsys):
     assert "3 trees, 2 of them with all values equal" in capsys.readouterr().out
 
 
+def test_the_command_writes_the_target_that_it_names():
+    tree, labels = tree_by_hand(), Path("q_labels.jsonl")
+    write("trees.jsonl", tree)
+    written = []
+    for target, values in targets.TARGETS.items():
+        targets.main(f"--run . --overwrite --trees trees.jsonl --target {target} --gamma 0.9".split())
+        written.append([node["q_raw"] for node in read_jsonl(labels)])
+        assert written[-1] == values(tree, 0.9) and meta_of(labels)["recipe"]["target"] == target
+    assert len(set(map(tuple, written))) == len(targets.TARGETS)
+
+
 def test_it_starts_without_torch():
     """And without a run: the files that it is given are enough."""
     Path("torch.py").write_text("1 / 0")
