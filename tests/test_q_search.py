@@ -9,7 +9,7 @@ from fakes import WORLD, FakeEnv, Script, actions_of, path_of, reverse, run, say
 import q_search
 from experiments.compare import distinct
 from q_search import Method
-from qlass import models
+from qlass import models, results
 from qlass.batching import Candidate, Sample, Score
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
@@ -237,6 +237,12 @@ def test_the_seconds_of_a_methods_lines_add_up_to_the_time_of_its_play(search, m
     for method in ("greedy", "qlass"):
         own = [line for line in lines if line["method"] == method]
         assert sum(line["seconds"] for line in own) == sum(line["env_steps"] for line in own) > len(own)
+
+
+def test_the_protocol_tells_whether_the_tokens_were_written():
+    for candidates, tokens in (("free", "real"), ("valid", "nominal")):
+        expected = {"max_steps": 5, "temperature": 0.3, "tokens": tokens}
+        assert results.protocol(FakeEnv(), word_chat(candidates=candidates, temperature=0.3)) == expected
 
 
 def test_of_episodes_whose_values_differ_by_rounding_alone_the_first_counts():
