@@ -20,10 +20,11 @@ from environments import environment_class
 from qlass import settings
 
 SCRIPTS = sorted(path.name for path in (ROOT / "runs").glob("*.sh") if path.name != "common.sh")
+JUDGES = ["beside", "others", "free", "pilot", "halves", "longer", "alone"]
 VARIANTS = {  # arguments with which a script takes another path
     "paper.sh": ["table3", "table4", "fig4", "release", "gpu_check"],  # the environments: see below
     "cloned.sh": ["161", "--one-epoch 171", "--by-heart 100 101"],
-    "judges.sh": ["181", *(f"--{mode} 197" for mode in "beside others free pilot halves longer alone".split())],
+    "judges.sh": ["181", *(f"--{mode} 197" for mode in JUDGES)],
     "demo.sh": ["", "--perfect", "--check"],
     "reproduce.sh": ["frozenlake --seeds 2", "webshop_real --seeds 1"],
     "ranking.sh": ["webshop --seeds 1"],
