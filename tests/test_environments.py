@@ -522,7 +522,6 @@ def test_what_an_environment_lacks_is_refused():
     with refused("^frozenlake: reset has no option start: it has task_id$"):
         envs.make("frozenlake").reset(options={"start": 1})
     with refused("^bare: has no oracle for the value of a state$"):
-        built(kind="Bare")
         Bare().optimal_value()
     with refused(f"^--env {FLAG[:-2]}: no such class .there is Switches.$"):
         environment_class(FLAG[:-2])
